@@ -1,0 +1,7 @@
+//! Checkpoints in, ONNX bundles out: authoring, rewriting, quantising and packing.
+//!
+//! This package never links ONNX Runtime, an async runtime or a command-line crate.
+
+pub mod onnx;
+pub mod quant;
+pub mod weights;

@@ -1,0 +1,147 @@
+//! The graph: an arena of nodes and values with typed ids.
+
+use std::collections::HashMap;
+
+use super::{
+    node::Node,
+    proto,
+    tensor::{DType, Tensor},
+};
+
+/// A node of one graph. Ids of other graphs are out of place; using one panics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct NodeId(pub(crate) u32);
+
+/// A value (an edge) of one graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ValueId(pub(crate) u32);
+
+/// One dimension of a value's shape.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Dim {
+    Fixed(usize),
+    /// A named size that is bound when the graph is run, for example `image_seq`.
+    Symbol(String),
+    Unknown,
+}
+
+/// What is known about a value's type.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ValueType {
+    Tensor {
+        dtype: DType,
+        shape: Option<Vec<Dim>>,
+    },
+    /// Sequences, optionals, maps and sparse tensors, carried along.
+    Other(Box<proto::TypeProto>),
+}
+
+/// An edge: a graph input, a constant, or the output of a node.
+#[derive(Clone, Debug, Default)]
+pub struct Value {
+    pub name: String,
+    pub ty: Option<ValueType>,
+    /// The constant's tensor if the value is an initializer (it may be a graph input too: a default).
+    pub constant: Option<Tensor>,
+    /// Carried along: doc string, metadata, and the dimensions' denotations.
+    pub extra: Option<Box<proto::ValueInfoProto>>,
+}
+
+/// A graph in execution order. Nodes are kept in the order in which they run; values are named uniquely.
+#[derive(Clone, Debug, Default)]
+pub struct Graph {
+    pub name: String,
+    pub(crate) nodes: Vec<Option<Node>>,
+    /// Execution order; removed nodes leave it.
+    pub(crate) order: Vec<NodeId>,
+    pub(crate) values: Vec<Value>,
+    pub(crate) by_name: HashMap<String, ValueId>,
+    pub inputs: Vec<ValueId>,
+    pub outputs: Vec<ValueId>,
+    /// Carried along: doc string, metadata, quantization annotations, sparse initializers (nodes and values emptied).
+    pub extra: Option<Box<proto::GraphProto>>,
+}
+
+/// A model: one main graph and what stands around it.
+#[derive(Clone, Debug, Default)]
+pub struct Model {
+    pub graph: Graph,
+    pub ir_version: i64,
+    /// Operator-set domain ("" is the standard one) and version.
+    pub opsets: Vec<(String, i64)>,
+    pub producer: String,
+    /// Carried along: functions, training info, metadata (the graph emptied).
+    pub extra: Option<Box<proto::ModelProto>>,
+}
+
+impl Graph {
+    /// The value of that name, made when it does not exist.
+    pub fn value(&mut self, name: &str) -> ValueId {
+        if let Some(id) = self.by_name.get(name) {
+            return *id;
+        }
+        let id = ValueId(self.values.len() as u32);
+        self.values.push(Value { name: name.to_owned(), ..Value::default() });
+        self.by_name.insert(name.to_owned(), id);
+        id
+    }
+
+    pub fn find(&self, name: &str) -> Option<ValueId> {
+        self.by_name.get(name).copied()
+    }
+
+    pub fn add_constant(&mut self, name: &str, tensor: Tensor) -> ValueId {
+        let id = self.value(name);
+        self.values[id.0 as usize].constant = Some(tensor);
+        id
+    }
+
+    /// Appends a node at the end of the execution order.
+    pub fn add_node(&mut self, node: Node) -> NodeId {
+        let id = NodeId(self.nodes.len() as u32);
+        self.nodes.push(Some(node));
+        self.order.push(id);
+        id
+    }
+
+    /// Nodes in execution order.
+    pub fn nodes(&self) -> impl Iterator<Item = (NodeId, &Node)> {
+        self.order.iter().filter_map(|id| Some((*id, self.nodes[id.0 as usize].as_ref()?)))
+    }
+
+    /// All values in order of creation, initializers and graph inputs included.
+    pub fn values(&self) -> impl Iterator<Item = (ValueId, &Value)> {
+        self.values.iter().enumerate().map(|(i, value)| (ValueId(i as u32), value))
+    }
+
+    /// Replaces one node by others at its place in the execution order.
+    pub fn replace_node(&mut self, id: NodeId, with: Vec<Node>) {
+        let Some(place) = self.order.iter().position(|n| *n == id) else { return };
+        self.nodes[id.0 as usize] = None;
+        let first = self.nodes.len() as u32;
+        let count = with.len() as u32;
+        self.nodes.extend(with.into_iter().map(Some));
+        self.order.splice(place..=place, (first..first + count).map(NodeId));
+    }
+}
+
+impl std::ops::Index<ValueId> for Graph {
+    type Output = Value;
+    fn index(&self, id: ValueId) -> &Value {
+        &self.values[id.0 as usize]
+    }
+}
+
+impl std::ops::IndexMut<ValueId> for Graph {
+    fn index_mut(&mut self, id: ValueId) -> &mut Value {
+        &mut self.values[id.0 as usize]
+    }
+}
+
+impl std::ops::Index<NodeId> for Graph {
+    type Output = Node;
+    /// Panics if the node was removed.
+    fn index(&self, id: NodeId) -> &Node {
+        self.nodes[id.0 as usize].as_ref().expect("the node was removed from this graph")
+    }
+}

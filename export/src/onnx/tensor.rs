@@ -1,0 +1,180 @@
+//! Tensors whose bytes may not exist yet: inline, a range of a mapped file, or computed when they are written.
+
+use std::{borrow::Cow, fmt, ops::Range, path::PathBuf, sync::Arc};
+
+use bytes::Bytes as SharedBytes;
+use half::{bf16, f16};
+use memmap2::Mmap;
+
+/// Element types of ONNX tensors, with the numbers of `TensorProto.DataType`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DType {
+    F32,
+    F16,
+    BF16,
+    F64,
+    U8,
+    I8,
+    U16,
+    I16,
+    U32,
+    I32,
+    U64,
+    I64,
+    Bool,
+    /// A type that the project only carries along (strings, 4-bit and 8-bit floats, complex numbers).
+    Other(i32),
+}
+
+/// `DType`, its number in `TensorProto.DataType`, its size in bytes.
+const DTYPES: &[(DType, i32, usize)] = &[
+    (DType::F32, 1, 4),
+    (DType::U8, 2, 1),
+    (DType::I8, 3, 1),
+    (DType::U16, 4, 2),
+    (DType::I16, 5, 2),
+    (DType::I32, 6, 4),
+    (DType::I64, 7, 8),
+    (DType::Bool, 9, 1),
+    (DType::F16, 10, 2),
+    (DType::F64, 11, 8),
+    (DType::U32, 12, 4),
+    (DType::U64, 13, 8),
+    (DType::BF16, 16, 2),
+];
+
+impl DType {
+    pub fn from_onnx(number: i32) -> DType {
+        DTYPES.iter().find(|d| d.1 == number).map_or(DType::Other(number), |d| d.0)
+    }
+
+    pub fn to_onnx(self) -> i32 {
+        match self {
+            DType::Other(number) => number,
+            known => DTYPES.iter().find(|d| d.0 == known).map_or(0, |d| d.1),
+        }
+    }
+
+    /// Bytes per element; `None` for types that are only carried along.
+    pub fn size(self) -> Option<usize> {
+        DTYPES.iter().find(|d| d.0 == self).map(|d| d.2)
+    }
+}
+
+/// Why the bytes of a computed tensor could not be made.
+pub type ComputeError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Tensors that come out of one computation over checkpoint weights, for example the packed codes, scales and
+/// zero points of one quantised matrix. The writer asks for them when it reaches the first and drops them after the
+/// last, so that a model of any size is written in the memory of its largest matrix.
+pub trait Compute: Send + Sync {
+    /// The bytes of every part, little-endian, each of exactly the length its [`Bytes::Computed`] states.
+    fn compute(&self) -> Result<Vec<Vec<u8>>, ComputeError>;
+}
+
+/// A read-only mapped file, shared by all tensors that lie in it.
+#[derive(Debug)]
+pub struct MappedFile {
+    pub path: PathBuf,
+    pub map: Mmap,
+}
+
+/// Where the little-endian bytes of a tensor are.
+#[derive(Clone)]
+pub enum Bytes {
+    /// In memory, or a slice of a mapped model file.
+    Inline(SharedBytes),
+    Mapped {
+        file: Arc<MappedFile>,
+        range: Range<usize>,
+    },
+    Computed {
+        source: Arc<dyn Compute>,
+        part: usize,
+        len: usize,
+    },
+}
+
+impl Bytes {
+    pub fn len(&self) -> usize {
+        match self {
+            Bytes::Inline(bytes) => bytes.len(),
+            Bytes::Mapped { range, .. } => range.len(),
+            Bytes::Computed { len, .. } => *len,
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The bytes, borrowed where they exist and computed where they do not.
+    pub fn read(&self) -> Result<Cow<'_, [u8]>, ComputeError> {
+        match self {
+            Bytes::Inline(bytes) => Ok(Cow::Borrowed(bytes)),
+            Bytes::Mapped { file, range } => Ok(Cow::Borrowed(&file.map[range.clone()])),
+            Bytes::Computed { source, part, .. } => {
+                let mut parts = source.compute()?;
+                Ok(Cow::Owned(parts.swap_remove(*part)))
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Bytes::Inline(bytes) => write!(f, "inline {} B", bytes.len()),
+            Bytes::Mapped { file, range } => write!(f, "{}[{range:?}]", file.path.display()),
+            Bytes::Computed { part, len, .. } => write!(f, "computed part {part}, {len} B"),
+        }
+    }
+}
+
+/// A constant: element type, dimensions, and bytes that may still be lazy.
+#[derive(Clone, Debug)]
+pub struct Tensor {
+    pub dtype: DType,
+    pub shape: Vec<usize>,
+    pub bytes: Bytes,
+}
+
+impl Tensor {
+    pub fn inline(dtype: DType, shape: &[usize], bytes: Vec<u8>) -> Tensor {
+        Tensor { dtype, shape: shape.to_vec(), bytes: Bytes::Inline(bytes.into()) }
+    }
+
+    pub fn from_f32(shape: &[usize], values: &[f32]) -> Tensor {
+        Tensor::inline(DType::F32, shape, values.iter().flat_map(|v| v.to_le_bytes()).collect())
+    }
+
+    pub fn from_f16(shape: &[usize], values: &[f32]) -> Tensor {
+        let bytes = values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect();
+        Tensor::inline(DType::F16, shape, bytes)
+    }
+
+    pub fn from_i64(shape: &[usize], values: &[i64]) -> Tensor {
+        Tensor::inline(DType::I64, shape, values.iter().flat_map(|v| v.to_le_bytes()).collect())
+    }
+
+    /// Elements; the product of the dimensions.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// The values of a floating-point tensor (f32, f16, bf16) widened to f32; `None` for other types.
+    pub fn to_f32(&self) -> Result<Option<Vec<f32>>, ComputeError> {
+        Ok(widen(self.dtype, &self.bytes.read()?))
+    }
+}
+
+/// Little-endian f32, f16 or bf16 bytes as f32; `None` for other types. A trailing partial element is dropped.
+pub fn widen(dtype: DType, bytes: &[u8]) -> Option<Vec<f32>> {
+    let pairs = || bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
+    Some(match dtype {
+        DType::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+        DType::F16 => pairs().map(|b| f16::from_le_bytes(b).to_f32()).collect(),
+        DType::BF16 => pairs().map(|b| bf16::from_le_bytes(b).to_f32()).collect(),
+        _ => return None,
+    })
+}

@@ -1,0 +1,1 @@
+//! ONNX Runtime: the only module that names the `ort` crate.

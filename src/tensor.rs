@@ -1,0 +1,67 @@
+//! Tensors on the host, as they travel between files, the pipeline and the runtime.
+
+use half::f16;
+
+/// The values of a [`HostTensor`].
+#[derive(Clone, Debug, PartialEq)]
+pub enum Values {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    I64(Vec<i64>),
+    U8(Vec<u8>),
+}
+
+impl Values {
+    pub fn len(&self) -> usize {
+        match self {
+            Values::F32(v) => v.len(),
+            Values::F16(v) => v.len(),
+            Values::I64(v) => v.len(),
+            Values::U8(v) => v.len(),
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A dense row-major tensor; `values.len()` is the product of `shape`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HostTensor {
+    pub shape: Vec<usize>,
+    pub values: Values,
+}
+
+impl HostTensor {
+    /// Panics if the number of values is not the product of `shape`: the caller has computed both.
+    pub fn new(shape: &[usize], values: Values) -> HostTensor {
+        assert_eq!(shape.iter().product::<usize>(), values.len(), "shape {shape:?} against its values");
+        HostTensor { shape: shape.to_vec(), values }
+    }
+
+    pub fn f32(shape: &[usize], values: Vec<f32>) -> HostTensor {
+        HostTensor::new(shape, Values::F32(values))
+    }
+
+    pub fn i64(shape: &[usize], values: Vec<i64>) -> HostTensor {
+        HostTensor::new(shape, Values::I64(values))
+    }
+
+    /// The values as f32; integers are converted.
+    pub fn to_f32(&self) -> Vec<f32> {
+        match &self.values {
+            Values::F32(v) => v.clone(),
+            Values::F16(v) => v.iter().map(|x| x.to_f32()).collect(),
+            Values::I64(v) => v.iter().map(|x| *x as f32).collect(),
+            Values::U8(v) => v.iter().map(|x| f32::from(*x)).collect(),
+        }
+    }
+
+    /// The same values under another shape of the same size. Panics if the size differs.
+    pub fn reshaped(mut self, shape: &[usize]) -> HostTensor {
+        assert_eq!(shape.iter().product::<usize>(), self.values.len(), "{:?} as {shape:?}", self.shape);
+        self.shape = shape.to_vec();
+        self
+    }
+}
