@@ -2,6 +2,9 @@
 //!
 //! This package never links ONNX Runtime, an async runtime or a command-line crate.
 
+pub mod arch;
+pub mod bundle;
 pub mod onnx;
 pub mod quant;
+pub mod recipe;
 pub mod weights;

@@ -1,0 +1,52 @@
+//! Attention in the two forms that bundles carry: joint attention as one operator, which the runner lowers per
+//! device, and masked grouped-query attention, written out.
+
+use crate::{
+    arch::author::Author,
+    onnx::{Attribute, ValueId},
+};
+
+/// Softmax(q k^T / sqrt(d)) v without a mask; q, k, v are [1, rows, heads*d].
+pub fn joint_attention(a: &mut Author<'_>, [q, k, v]: [ValueId; 3], heads: usize) -> ValueId {
+    a.graph.contrib("MultiHeadAttention", &[q, k, v], &[("num_heads", Attribute::Int(heads as i64))])
+}
+
+/// Sizes of grouped-query attention.
+pub struct Grouped {
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub rows: usize,
+}
+
+/// Masked attention where `heads / kv_heads` query heads share one key and value head. q is [1, rows, heads*d], k and
+/// v [1, rows, kv_heads*d], `mask` [1,1,rows,rows] is added to the scores. The query heads of a group are laid below
+/// each other, so that keys and values need no repetition.
+pub fn grouped_attention(
+    a: &mut Author<'_>,
+    [q, k, v]: [ValueId; 3],
+    mask: ValueId,
+    sizes: &Grouped,
+) -> ValueId {
+    let Grouped { heads, kv_heads, head_dim, rows } = *sizes;
+    let [heads, kv_heads, head_dim, rows] = [heads, kv_heads, head_dim, rows].map(|n| n as i64);
+    let dtype = a.graph.dtype(q);
+    let scale = a.graph.scalar(dtype, 1.0 / (head_dim as f32).sqrt());
+    let q = a.graph.mul(q, scale);
+    let q = a.graph.reshape(q, &[1, rows, heads, head_dim]);
+    let q = a.graph.transpose(q, &[0, 2, 1, 3]);
+    let q = a.graph.reshape(q, &[1, kv_heads, -1, head_dim]);
+    let k = a.graph.reshape(k, &[1, rows, kv_heads, head_dim]);
+    let k = a.graph.transpose(k, &[0, 2, 3, 1]);
+    let v = a.graph.reshape(v, &[1, rows, kv_heads, head_dim]);
+    let v = a.graph.transpose(v, &[0, 2, 1, 3]);
+    let scores = a.graph.matmul(q, k);
+    let scores = a.graph.reshape(scores, &[1, heads, rows, rows]);
+    let scores = a.graph.add(scores, mask);
+    let weights = a.graph.op("Softmax", &[scores], &[("axis", Attribute::Int(-1))]);
+    let weights = a.graph.reshape(weights, &[1, kv_heads, -1, rows]);
+    let y = a.graph.matmul(weights, v);
+    let y = a.graph.reshape(y, &[1, heads, rows, head_dim]);
+    let y = a.graph.transpose(y, &[0, 2, 1, 3]);
+    a.graph.reshape(y, &[1, rows, heads * head_dim])
+}

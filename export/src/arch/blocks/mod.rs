@@ -1,0 +1,8 @@
+//! Building blocks that several architectures share.
+
+pub mod attention;
+pub mod mlp;
+pub mod norm;
+pub mod resnet;
+pub mod rope;
+pub mod stream;

@@ -1,0 +1,70 @@
+//! Convolutions and residual blocks of image autoencoders, on [1,C,H,W].
+
+use super::{mlp::silu, norm::group_norm};
+use crate::{
+    arch::author::Author,
+    onnx::{Attribute, ValueId},
+    quant,
+    weights::WeightsError,
+};
+
+/// A convolution of the checkpoint with stride 1 and "same" padding; `kernel` is odd.
+pub fn conv(
+    a: &mut Author<'_>,
+    x: ValueId,
+    prefix: &str,
+    (inputs, outputs): (usize, usize),
+    kernel: usize,
+) -> Result<ValueId, WeightsError> {
+    let x = a.to_compute(x);
+    let name = format!("{prefix}.weight");
+    let weight = a.raw(&name, &[outputs, inputs, kernel, kernel])?;
+    let weight = a.graph.constant(&name, quant::cast(weight, a.compute()));
+    let bias = a.weight(&format!("{prefix}.bias"), &[outputs], a.compute())?;
+    let (pad, kernel) = ((kernel / 2) as i64, kernel as i64);
+    let attributes =
+        [("kernel_shape", Attribute::Ints(vec![kernel; 2])), ("pads", Attribute::Ints(vec![pad; 4]))];
+    Ok(a.graph.op("Conv", &[x, weight, bias], &attributes))
+}
+
+/// Group-norm settings of an autoencoder.
+#[derive(Clone, Copy)]
+pub struct Groups {
+    pub count: usize,
+    pub eps: f32,
+}
+
+/// GroupNorm, SiLU, conv, twice, plus the (projected) input: diffusers' ResnetBlock2D without a time embedding.
+pub fn resnet_block(
+    a: &mut Author<'_>,
+    x: ValueId,
+    prefix: &str,
+    (inputs, outputs): (usize, usize),
+    groups: Groups,
+) -> Result<ValueId, WeightsError> {
+    let y = norm_silu_conv(a, x, [&format!("{prefix}.norm1"), &format!("{prefix}.conv1")], (inputs, outputs), groups)?;
+    let y = norm_silu_conv(a, y, [&format!("{prefix}.norm2"), &format!("{prefix}.conv2")], (outputs, outputs), groups)?;
+    let shortcut = match inputs == outputs {
+        true => a.graph.cast(x, a.compute()),
+        false => conv(a, x, &format!("{prefix}.conv_shortcut"), (inputs, outputs), 1)?,
+    };
+    Ok(a.graph.add(shortcut, y))
+}
+
+/// GroupNorm, SiLU (both in f32), 3x3 convolution.
+pub fn norm_silu_conv(
+    a: &mut Author<'_>,
+    x: ValueId,
+    [norm, conv_prefix]: [&str; 2],
+    (inputs, outputs): (usize, usize),
+    groups: Groups,
+) -> Result<ValueId, WeightsError> {
+    let y = group_norm(a, x, norm, inputs, groups.count, groups.eps)?;
+    let y = silu(a, y);
+    conv(a, y, conv_prefix, (inputs, outputs), 3)
+}
+
+/// Nearest-neighbour doubling of height and width.
+pub fn upsample_nearest(a: &mut Author<'_>, x: ValueId) -> ValueId {
+    a.graph.resize_nearest(x, &[1.0, 1.0, 2.0, 2.0])
+}

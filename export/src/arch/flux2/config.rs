@@ -1,0 +1,249 @@
+//! The checkpoint's own config files: every dimension comes from here.
+
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use super::Flux2Error;
+use crate::weights::read_json;
+
+/// `text_encoder/config.json` of a Qwen3 model.
+#[derive(Clone, Debug, Deserialize)]
+pub struct TextConfig {
+    pub hidden_size: usize,
+    pub intermediate_size: usize,
+    pub num_hidden_layers: usize,
+    pub num_attention_heads: usize,
+    pub num_key_value_heads: Option<usize>,
+    pub head_dim: Option<usize>,
+    pub vocab_size: usize,
+    pub rms_norm_eps: f32,
+    /// Older spelling; newer files keep it under `rope_parameters`.
+    pub rope_theta: Option<f64>,
+    pub rope_parameters: Option<RopeParameters>,
+    pub rope_scaling: Option<serde_json::Value>,
+    pub hidden_act: Option<String>,
+    #[serde(default)]
+    pub attention_bias: bool,
+    pub pad_token_id: Option<i64>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+pub struct RopeParameters {
+    pub rope_theta: Option<f64>,
+    pub rope_type: Option<String>,
+}
+
+impl TextConfig {
+    pub fn head_dim(&self) -> usize {
+        self.head_dim.unwrap_or(self.hidden_size / self.num_attention_heads.max(1))
+    }
+
+    pub fn kv_heads(&self) -> usize {
+        self.num_key_value_heads.unwrap_or(self.num_attention_heads)
+    }
+
+    pub fn rope_theta(&self) -> Option<f64> {
+        self.rope_theta.or(self.rope_parameters.as_ref()?.rope_theta)
+    }
+}
+
+/// `transformer/config.json` of a Flux2Transformer2DModel.
+#[derive(Clone, Debug, Deserialize)]
+pub struct TransformerConfig {
+    pub in_channels: usize,
+    pub out_channels: Option<usize>,
+    pub num_layers: usize,
+    pub num_single_layers: usize,
+    pub attention_head_dim: usize,
+    pub num_attention_heads: usize,
+    pub joint_attention_dim: usize,
+    pub timestep_guidance_channels: usize,
+    pub mlp_ratio: f64,
+    pub axes_dims_rope: Vec<usize>,
+    pub rope_theta: f64,
+    pub eps: f32,
+    #[serde(default)]
+    pub guidance_embeds: bool,
+    #[serde(default = "one")]
+    pub patch_size: usize,
+}
+
+impl TransformerConfig {
+    pub fn width(&self) -> usize {
+        self.num_attention_heads * self.attention_head_dim
+    }
+
+    /// Width of the feed-forward's gated half.
+    pub fn mlp_width(&self) -> usize {
+        (self.width() as f64 * self.mlp_ratio) as usize
+    }
+
+    pub fn outputs(&self) -> usize {
+        self.out_channels.unwrap_or(self.in_channels)
+    }
+}
+
+/// `vae/config.json` of an AutoencoderKLFlux2.
+#[derive(Clone, Debug, Deserialize)]
+pub struct VaeConfig {
+    pub block_out_channels: Vec<usize>,
+    /// The small decoder has its own widths.
+    pub decoder_block_out_channels: Option<Vec<usize>>,
+    pub layers_per_block: usize,
+    pub latent_channels: usize,
+    pub norm_num_groups: usize,
+    #[serde(default = "three")]
+    pub out_channels: usize,
+    #[serde(default = "two_by_two")]
+    pub patch_size: Vec<usize>,
+    #[serde(default = "batch_norm_eps")]
+    pub batch_norm_eps: f64,
+    #[serde(default = "yes")]
+    pub mid_block_add_attention: bool,
+    #[serde(default = "yes")]
+    pub use_post_quant_conv: bool,
+    #[serde(default = "silu")]
+    pub act_fn: String,
+}
+
+fn one() -> usize {
+    1
+}
+fn three() -> usize {
+    3
+}
+fn two_by_two() -> Vec<usize> {
+    vec![2, 2]
+}
+fn batch_norm_eps() -> f64 {
+    1e-4
+}
+fn yes() -> bool {
+    true
+}
+fn silu() -> String {
+    "silu".to_owned()
+}
+
+impl VaeConfig {
+    /// Output channels of the decoder's levels, lowest resolution last.
+    pub fn decoder_channels(&self) -> &[usize] {
+        self.decoder_block_out_channels.as_deref().unwrap_or(&self.block_out_channels)
+    }
+
+    /// Pixels per latent pixel, per side.
+    pub fn downscale(&self) -> usize {
+        1 << (self.block_out_channels.len() - 1)
+    }
+}
+
+/// The three configs of a checkpoint in diffusers layout.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub text: TextConfig,
+    pub transformer: TransformerConfig,
+    pub vae: VaeConfig,
+    /// The tokenizer's padding id: config.json's, or the id of tokenizer_config.json's `pad_token`.
+    pub pad_id: i64,
+}
+
+impl Config {
+    pub fn read(root: &Path) -> Result<Config, Flux2Error> {
+        let text: TextConfig = read_json(&root.join("text_encoder/config.json"))?;
+        let pad_id = match text.pad_token_id {
+            Some(id) => id,
+            None => super::tokenizer::pad_id(&root.join("tokenizer"))?,
+        };
+        let config = Config {
+            text,
+            transformer: read_json(&root.join("transformer/config.json"))?,
+            vae: read_json(&root.join("vae/config.json"))?,
+            pad_id,
+        };
+        config.check(root)?;
+        Ok(config)
+    }
+
+    /// Every relation between the numbers that authoring relies on.
+    fn check(&self, root: &Path) -> Result<(), Flux2Error> {
+        let (t, d, v) = (&self.text, &self.transformer, &self.vae);
+        let text = root.join("text_encoder/config.json");
+        let transformer = root.join("transformer/config.json");
+        let vae = root.join("vae/config.json");
+        let sizes = |file: &PathBuf, sizes: &[(&str, usize)]| {
+            let bad = sizes.iter().find(|s| s.1 == 0 || s.1 > 1 << 24);
+            bad.map_or(Ok(()), |s| Err(refuse(file, format!("{} is {}", s.0, s.1))))
+        };
+        sizes(&text, &[
+            ("hidden_size", t.hidden_size),
+            ("intermediate_size", t.intermediate_size),
+            ("num_hidden_layers", t.num_hidden_layers),
+            ("num_attention_heads", t.num_attention_heads),
+            ("num_key_value_heads", t.kv_heads()),
+            ("head_dim", t.head_dim()),
+            ("vocab_size", t.vocab_size),
+        ])?;
+        sizes(&transformer, &[
+            ("in_channels", d.in_channels),
+            ("out_channels", d.outputs()),
+            ("attention_head_dim", d.attention_head_dim),
+            ("num_attention_heads", d.num_attention_heads),
+            ("joint_attention_dim", d.joint_attention_dim),
+            ("timestep_guidance_channels", d.timestep_guidance_channels),
+            ("mlp_ratio x width", d.mlp_width()),
+        ])?;
+        sizes(&vae, &[
+            ("layers_per_block", v.layers_per_block),
+            ("latent_channels", v.latent_channels),
+            ("norm_num_groups", v.norm_num_groups),
+            ("out_channels", v.out_channels),
+            ("block_out_channels' length", v.block_out_channels.len()),
+        ])?;
+        let rules = [
+            (&text, t.rope_theta().is_some(), "rope_theta is neither at the top nor under rope_parameters"),
+            (&text, t.head_dim() % 2 == 0, "head_dim is odd"),
+            (&text, t.num_attention_heads % t.kv_heads() == 0, "num_key_value_heads does not divide the heads"),
+            (&text, t.hidden_act.as_deref().unwrap_or("silu") == "silu", "hidden_act is not silu"),
+            (&text, plain_rope(t), "scaled rotary embeddings are not supported"),
+            (&transformer, !d.guidance_embeds, "guidance_embeds (FLUX.2 dev) is not supported, only Klein is"),
+            (&transformer, d.patch_size == 1, "patch_size is not 1"),
+            (&transformer, d.timestep_guidance_channels % 2 == 0, "timestep_guidance_channels is odd"),
+            (
+                &transformer,
+                d.axes_dims_rope.iter().sum::<usize>() == d.attention_head_dim,
+                "axes_dims_rope does not add up to attention_head_dim",
+            ),
+            (
+                &transformer,
+                d.axes_dims_rope.len() == 4 && d.axes_dims_rope.iter().all(|a| a % 2 == 0),
+                "axes_dims_rope is not four even numbers (time, row, column, text position)",
+            ),
+            (&transformer, d.outputs() == d.in_channels, "out_channels differs from in_channels"),
+            (&vae, v.patch_size == [2, 2], "patch_size is not [2, 2]"),
+            (&vae, v.latent_channels * 4 == d.in_channels, "latent_channels x 4 is not the transformer's in_channels"),
+            (&vae, v.act_fn == "silu", "act_fn is not silu"),
+            (&vae, v.block_out_channels.len() <= 8, "block_out_channels has more than 8 levels"),
+            (
+                &vae,
+                v.decoder_channels().len() == v.block_out_channels.len(),
+                "decoder_block_out_channels and block_out_channels differ in length",
+            ),
+            (
+                &vae,
+                v.decoder_channels().iter().all(|c| *c > 0 && c % v.norm_num_groups == 0),
+                "norm_num_groups does not divide the decoder's channels",
+            ),
+        ];
+        rules.into_iter().find(|rule| !rule.1).map_or(Ok(()), |rule| Err(refuse(rule.0, rule.2.to_owned())))
+    }
+}
+
+fn plain_rope(t: &TextConfig) -> bool {
+    let kind = t.rope_parameters.as_ref().and_then(|r| r.rope_type.as_deref()).unwrap_or("default");
+    kind == "default" && t.rope_scaling.as_ref().is_none_or(serde_json::Value::is_null)
+}
+
+fn refuse(file: &Path, problem: String) -> Flux2Error {
+    Flux2Error::Config { file: file.to_owned(), problem }
+}

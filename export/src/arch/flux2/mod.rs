@@ -1,0 +1,225 @@
+//! FLUX.2 Klein: a Qwen3 text encoder, a transformer with joint attention, and a convolutional autoencoder.
+
+pub mod parameters;
+
+mod config;
+mod modulation;
+mod text_encoder;
+mod tokenizer;
+mod transformer;
+mod vae;
+
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use self::{
+    config::Config,
+    parameters::{Embedding, EmbeddingType, Parameters, TextIds, TimeOrder},
+};
+use super::{Authored, Authoring, RawFile, StageGraph, blocks::rope::Pairing};
+use crate::{
+    onnx::DType,
+    quant,
+    recipe::{Compute, RecipeError},
+    weights::{Checkpoint, WeightsError},
+};
+
+#[derive(Debug, thiserror::Error)]
+pub enum Flux2Error {
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    #[error(transparent)]
+    Recipe(#[from] RecipeError),
+    #[error("{}: {problem}", file.display())]
+    Config { file: PathBuf, problem: String },
+    #[error("vae: {tensor} holds values that are not finite; the checkpoint is damaged")]
+    Statistics { tensor: String },
+    #[error("{key} = {value:?}: {problem}")]
+    Setting { key: &'static str, value: Vec<usize>, problem: String },
+}
+
+/// The free choices of the architecture that no config file states. Everything but the default is a planted fault
+/// for tests: each must be noticed by `verify`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Constants {
+    rope_pairing: Pairing,
+    /// Whether the first half of a gated projection is the SiLU gate.
+    gate_first: bool,
+    /// Whether the checkpoint's norm_out rows are scale, then shift (diffusers) or the reverse (BFL).
+    norm_out_scale_first: bool,
+    time_order: TimeOrder,
+    text_ids: TextIds,
+    mask_padding: bool,
+}
+
+/// The faults that a test may plant in an export.
+pub const FAULTS: &[&str] =
+    &["rope_half_split", "swiglu_swapped", "norm_out_swapped", "time_sin_first", "text_ids_zero", "no_pad_mask"];
+
+impl Constants {
+    const KLEIN: Constants = Constants {
+        rope_pairing: Pairing::Interleaved,
+        gate_first: true,
+        norm_out_scale_first: true,
+        time_order: TimeOrder::CosFirst,
+        text_ids: TextIds::Index,
+        mask_padding: true,
+    };
+
+    fn with_fault(fault: Option<&str>) -> Constants {
+        let klein = Constants::KLEIN;
+        match fault {
+            Some("rope_half_split") => Constants { rope_pairing: Pairing::HalfSplit, ..klein },
+            Some("swiglu_swapped") => Constants { gate_first: false, ..klein },
+            Some("norm_out_swapped") => Constants { norm_out_scale_first: false, ..klein },
+            Some("time_sin_first") => Constants { time_order: TimeOrder::SinFirst, ..klein },
+            Some("text_ids_zero") => Constants { text_ids: TextIds::Zero, ..klein },
+            Some("no_pad_mask") => Constants { mask_padding: false, ..klein },
+            _ => klein,
+        }
+    }
+}
+
+/// `[text_encoder]` of the recipe.
+#[derive(Deserialize)]
+struct TextSection {
+    taps: Vec<usize>,
+    length: usize,
+}
+
+/// `[vae_decoder]` of the recipe.
+#[derive(Deserialize)]
+struct VaeSection {
+    cuts: Vec<usize>,
+    attention_rows: usize,
+}
+
+/// Whether a folder holds this family in diffusers layout.
+pub fn detects(root: &Path) -> bool {
+    let config = std::fs::read_to_string(root.join("transformer/config.json")).unwrap_or_default();
+    config.contains("Flux2Transformer2DModel")
+}
+
+/// Authors every stage of a checkpoint in diffusers layout.
+pub fn author(request: &Authoring<'_>) -> Result<Authored, Flux2Error> {
+    let root = request.source;
+    let config = Config::read(root)?;
+    let text: TextSection = request.recipe.section("text_encoder")?;
+    let vae: VaeSection = request.recipe.section("vae_decoder")?;
+    let schedule: parameters::Schedule = request.recipe.section("schedule")?;
+    check_settings(&config, &text, &vae, &schedule)?;
+    let constants = Constants::with_fault(request.fault);
+    let profile = request.profile;
+
+    let weights = Checkpoint::open(&root.join("text_encoder"))?;
+    let shape = text_encoder::Shape { taps: &text.taps, length: text.length };
+    let precision = profile.component("text_encoder");
+    let encoder = text_encoder::author(&config.text, &shape, &weights, &precision)?;
+    let (embedding, table) = embedding(&config, &weights, precision.compute)?;
+
+    let weights = Checkpoint::open(&root.join("transformer"))?;
+    let precision = profile.component("transformer");
+    let modulation = modulation::author(&config.transformer, &weights, &precision, &constants)?;
+    let transformer = transformer::author(&config.transformer, text.length, &weights, &precision, &constants)?;
+
+    let weights = Checkpoint::open(&root.join("vae"))?;
+    let decoder = vae::author(&config.vae, &vae.cuts, &weights, &profile.component("vae_decoder"))?;
+
+    let attention_rows = decoder.attention.as_ref().map(|_| vae.attention_rows);
+    let post_stages = decoder.post.iter().map(|p| p.0.clone()).collect();
+    let mut stages = vec![
+        StageGraph::new("text_encoder", encoder),
+        StageGraph::new("modulation", modulation),
+        StageGraph::new("transformer", transformer),
+        StageGraph::new("vae_pre", decoder.pre),
+    ];
+    stages.extend(decoder.attention.map(|model| StageGraph::new("vae_attention", model)));
+    stages.extend(decoder.post.into_iter().map(|(name, model)| StageGraph::new(&name, model)));
+    let parameters = Parameters {
+        text: parameters::Text {
+            length: text.length,
+            pad_id: config.pad_id,
+            taps: text.taps,
+            head_dim: config.text.head_dim(),
+            rope_theta: config.text.rope_theta().unwrap_or_default(),
+            mask_padding: constants.mask_padding,
+            embedding,
+        },
+        transformer: parameters::Transformer {
+            channels: config.transformer.in_channels,
+            blocks: [config.transformer.num_layers, config.transformer.num_single_layers],
+            width: config.transformer.width(),
+            axes: config.transformer.axes_dims_rope.clone(),
+            rope_theta: config.transformer.rope_theta,
+            time_channels: config.transformer.timestep_guidance_channels,
+            time_order: constants.time_order,
+            text_ids: constants.text_ids,
+        },
+        vae: parameters::Vae {
+            pixels_per_token: 2 * config.vae.downscale(),
+            downscale: config.vae.downscale(),
+            attention_rows,
+            post_stages,
+        },
+        schedule,
+    };
+    Ok(Authored {
+        stages,
+        raw_files: vec![table],
+        copied_folders: vec!["tokenizer".to_owned()],
+        parameters: serde_json::to_value(parameters).unwrap_or_default(),
+    })
+}
+
+/// The embedding table stays a plain file: the host gathers the few rows that a prompt needs from the mapped file,
+/// and a table of hundreds of megabytes never reaches the device.
+fn embedding(
+    config: &Config,
+    weights: &Checkpoint,
+    compute: Compute,
+) -> Result<(Embedding, RawFile), Flux2Error> {
+    let (rows, width) = (config.text.vocab_size, config.text.hidden_size);
+    let key = format!("{}embed_tokens.weight", text_encoder::key_prefix(weights));
+    let dtype = match compute {
+        Compute::F32 => EmbeddingType::F32,
+        Compute::F16 => EmbeddingType::F16,
+    };
+    let tensor = quant::cast(weights.tensor(&key, &[rows, width])?, compute.dtype());
+    debug_assert!(matches!(tensor.dtype, DType::F32 | DType::F16));
+    let file = "embedding.bin".to_owned();
+    Ok((Embedding { file: file.clone(), dtype, rows, width }, RawFile { path: file, tensor }))
+}
+
+fn check_settings(
+    config: &Config,
+    text: &TextSection,
+    vae: &VaeSection,
+    schedule: &parameters::Schedule,
+) -> Result<(), Flux2Error> {
+    let setting = |key, value: &[usize], problem: String| Flux2Error::Setting { key, value: value.to_vec(), problem };
+    let layers = config.text.num_hidden_layers;
+    if text.taps.is_empty() || text.taps.iter().any(|tap| *tap > layers) {
+        let problem = format!("taps are layer counts from 0 to the text encoder's {layers}, at least one");
+        return Err(setting("text_encoder.taps", &text.taps, problem));
+    }
+    let (width, expected) = (text.taps.len() * config.text.hidden_size, config.transformer.joint_attention_dim);
+    if width != expected {
+        let problem = format!(
+            "{} taps of hidden size {} make {width} columns, but the transformer's joint_attention_dim is {expected}",
+            text.taps.len(),
+            config.text.hidden_size
+        );
+        return Err(setting("text_encoder.taps", &text.taps, problem));
+    }
+    for (key, value, limit) in [
+        ("text_encoder.length", text.length, 1 << 16),
+        ("vae_decoder.attention_rows", vae.attention_rows, 1 << 24),
+        ("schedule.steps", schedule.steps, 1000),
+    ] {
+        if value == 0 || value > limit {
+            return Err(setting(key, &[value], format!("expected 1 to {limit}")));
+        }
+    }
+    Ok(())
+}

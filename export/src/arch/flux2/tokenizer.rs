@@ -1,0 +1,50 @@
+//! The few facts that authoring needs from the tokenizer folder.
+
+use std::path::Path;
+
+use serde::Deserialize;
+
+use super::Flux2Error;
+use crate::weights::read_json;
+
+#[derive(Deserialize)]
+struct TokenizerConfig {
+    pad_token: Option<Token>,
+}
+
+/// A token is spelled as its text or as an object that holds it.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Token {
+    Text(String),
+    Object { content: String },
+}
+
+#[derive(Deserialize)]
+struct TokenizerFile {
+    #[serde(default)]
+    added_tokens: Vec<AddedToken>,
+}
+
+#[derive(Deserialize)]
+struct AddedToken {
+    id: i64,
+    content: String,
+}
+
+/// The id of the padding token that `tokenizer_config.json` names.
+pub fn pad_id(folder: &Path) -> Result<i64, Flux2Error> {
+    let file = folder.join("tokenizer_config.json");
+    let config: TokenizerConfig = read_json(&file)?;
+    let pad = match config.pad_token {
+        Some(Token::Text(content) | Token::Object { content }) => content,
+        None => {
+            let problem = "no pad_token, and text_encoder/config.json has no pad_token_id".to_owned();
+            return Err(Flux2Error::Config { file, problem });
+        }
+    };
+    let tokens = folder.join("tokenizer.json");
+    let listed: TokenizerFile = read_json(&tokens)?;
+    let found = listed.added_tokens.iter().find(|t| t.content == pad).map(|t| t.id);
+    found.ok_or_else(|| Flux2Error::Config { file: tokens, problem: format!("pad_token '{pad}' is not among added_tokens") })
+}

@@ -1,0 +1,250 @@
+//! The FLUX.2 autoencoder's decoder in stages: everything before the middle attention, the attention over a chunk of
+//! query rows, and what follows it, cut so that the largest activations stand alone. Source: diffusers'
+//! AutoencoderKLFlux2 and Decoder.
+
+use super::{Flux2Error, config::VaeConfig};
+use crate::{
+    arch::{
+        author::{Author, Linear},
+        blocks::{
+            norm::group_norm,
+            resnet::{Groups, conv, norm_silu_conv, resnet_block, upsample_nearest},
+        },
+    },
+    onnx::{Attribute, DType, Dim, Model, Tensor, ValueId},
+    recipe::Precision,
+    weights::Checkpoint,
+};
+
+/// Group-norm epsilon of diffusers' autoencoder blocks.
+const EPS: f32 = 1e-6;
+const ATTENTION: &str = "decoder.mid_block.attentions.0";
+
+/// The decoder's stages, each with its graph, in the order in which they run.
+pub struct Stages {
+    pub pre: Model,
+    pub attention: Option<Model>,
+    pub post: Vec<(String, Model)>,
+}
+
+/// What all stages share.
+struct Decoder<'a> {
+    config: &'a VaeConfig,
+    weights: &'a Checkpoint,
+    precision: &'a Precision,
+    groups: Groups,
+}
+
+/// Authors all stages; a new one begins before each up block in `cuts`.
+pub fn author(
+    config: &VaeConfig,
+    cuts: &[usize],
+    weights: &Checkpoint,
+    precision: &Precision,
+) -> Result<Stages, Flux2Error> {
+    let groups = Groups { count: config.norm_num_groups, eps: EPS };
+    let decoder = Decoder { config, weights, precision, groups };
+    let levels = config.decoder_channels().len();
+    let mut starts: Vec<usize> = cuts.iter().copied().filter(|cut| (1..levels).contains(cut)).collect();
+    starts.insert(0, 0);
+    starts.sort_unstable();
+    starts.dedup();
+    let ends = starts.iter().skip(1).copied().chain([levels]);
+    let post = starts.iter().zip(ends).enumerate().map(|(i, (start, end))| {
+        let name = format!("vae_post{i}");
+        Ok((name.clone(), decoder.post(&name, *start, end)?))
+    });
+    Ok(Stages {
+        pre: decoder.pre()?,
+        attention: config.mid_block_add_attention.then(|| decoder.attention()),
+        post: post.collect::<Result<_, Flux2Error>>()?,
+    })
+}
+
+fn map(channels: usize, [height, width]: [&str; 2]) -> [Dim; 4] {
+    let symbol = |name: &str| Dim::Symbol(name.to_owned());
+    [Dim::Fixed(1), Dim::Fixed(channels), symbol(height), symbol(width)]
+}
+
+/// Rows of the attention: [1, name, channels].
+fn sequence(name: &str, channels: usize) -> [Dim; 3] {
+    [Dim::Fixed(1), Dim::Symbol(name.to_owned()), Dim::Fixed(channels)]
+}
+
+impl Decoder<'_> {
+    /// Channels of the middle block.
+    fn middle(&self) -> usize {
+        *self.config.decoder_channels().last().unwrap_or(&0)
+    }
+
+    fn author(&self, name: &str) -> Author<'_> {
+        Author::new(name, self.weights, self.precision)
+    }
+
+    /// Input: `latents` [1, 4*latent_channels, latent_height, latent_width], f32, as the sampler leaves them. Outputs:
+    /// `residual` [1,C,h,w] and, where the middle block attends, f32 `q` (scaled) and `v` [1,h,w,C], `kt` [1,C,h,w];
+    /// h and w are twice the latents'.
+    fn pre(&self) -> Result<Model, Flux2Error> {
+        let (c, middle) = (self.config, self.middle());
+        let mut a = self.author("vae_pre");
+        let packed = 4 * c.latent_channels;
+        let latents = a.graph.input("latents", DType::F32, &map(packed, ["latent_height", "latent_width"]));
+        let x = self.unnormalise(&mut a, latents, packed)?;
+        let blocks = [("blocksize", Attribute::Int(2)), ("mode", Attribute::String(b"CRD".to_vec()))];
+        let mut x = a.graph.op("DepthToSpace", &[x], &blocks);
+        a.graph.label(x, "vae_in");
+        if c.use_post_quant_conv {
+            x = conv(&mut a, x, "post_quant_conv", (c.latent_channels, c.latent_channels), 1)?;
+            a.graph.label(x, "vae_post_quant");
+        }
+        let x = conv(&mut a, x, "decoder.conv_in", (c.latent_channels, middle), 3)?;
+        a.graph.label(x, "vae_conv_in");
+        let x = resnet_block(&mut a, x, "decoder.mid_block.resnets.0", (middle, middle), self.groups)?;
+        if c.mid_block_add_attention {
+            self.query_key_value(&mut a, x)?;
+        }
+        a.graph.output(x, "vae_mid_res0", &map(middle, ["mid_height", "mid_width"]));
+        Ok(a.finish())
+    }
+
+    /// `x * sqrt(running_var + eps) + running_mean` per packed channel: the batch norm's statistics take the place of
+    /// a scaling factor.
+    fn unnormalise(&self, a: &mut Author<'_>, x: ValueId, channels: usize) -> Result<ValueId, Flux2Error> {
+        let statistics = |a: &Author<'_>, name: &str| -> Result<Vec<f32>, Flux2Error> {
+            let values = a.raw(name, &[channels])?.to_f32();
+            values.ok().flatten().ok_or_else(|| Flux2Error::Statistics { tensor: name.to_owned() })
+        };
+        let mean = statistics(a, "bn.running_mean")?;
+        let variance = statistics(a, "bn.running_var")?;
+        let eps = self.config.batch_norm_eps;
+        let deviation: Vec<f32> = variance.iter().map(|v| (f64::from(*v) + eps).sqrt() as f32).collect();
+        if !deviation.iter().chain(&mean).all(|v| v.is_finite()) {
+            return Err(Flux2Error::Statistics { tensor: "bn.running_var".to_owned() });
+        }
+        let shape = [channels, 1, 1];
+        let deviation = a.graph.small_constant(Tensor::from_f32(&shape, &deviation));
+        let mean = a.graph.small_constant(Tensor::from_f32(&shape, &mean));
+        let scaled = a.graph.mul(x, deviation);
+        Ok(a.graph.add(scaled, mean))
+    }
+
+    /// Query, transposed key and value in f32: scores over thousands of pixels need it, and chunks keep them small.
+    fn query_key_value(&self, a: &mut Author<'_>, x: ValueId) -> Result<(), Flux2Error> {
+        let (channels, places) = (self.middle(), ["mid_height", "mid_width"]);
+        let y = group_norm(a, x, &format!("{ATTENTION}.group_norm"), channels, self.groups.count, EPS)?;
+        let y = a.graph.transpose(y, &[0, 2, 3, 1]);
+        let rows = {
+            let [batch, c, h, w] = map(channels, places);
+            [batch, h, w, c]
+        };
+        let q = self.attention_linear(a, y, "to_q")?;
+        let scale = a.graph.scalar(DType::F32, 1.0 / (channels as f32).sqrt());
+        let q = a.graph.mul(q, scale);
+        a.graph.output(q, "q", &rows);
+        let k = self.attention_linear(a, y, "to_k")?;
+        let kt = a.graph.transpose(k, &[0, 3, 1, 2]);
+        a.graph.output(kt, "kt", &map(channels, places));
+        let v = self.attention_linear(a, y, "to_v")?;
+        a.graph.output(v, "v", &rows);
+        Ok(())
+    }
+
+    fn attention_linear(&self, a: &mut Author<'_>, x: ValueId, name: &str) -> Result<ValueId, Flux2Error> {
+        let channels = self.middle();
+        let (weight, bias) = (format!("{ATTENTION}.{name}.weight"), format!("{ATTENTION}.{name}.bias"));
+        Ok(a.linear(x, &Linear { weight: &weight, bias: Some(&bias), inputs: channels, outputs: channels })?)
+    }
+
+    /// Inputs: `q_chunk` [1,rows,C], `kt` [1,C,T], `v` [1,T,C]. Output: `attn_chunk` [1,rows,C]. All f32.
+    fn attention(&self) -> Model {
+        let channels = self.middle();
+        let mut a = self.author("vae_attention");
+        let q = a.graph.input("q_chunk", DType::F32, &sequence("chunk_rows", channels));
+        let [one, rows, width] = sequence("kv_rows", channels);
+        let kt = a.graph.input("kt", DType::F32, &[one, width, rows]);
+        let v = a.graph.input("v", DType::F32, &sequence("kv_rows", channels));
+        let scores = a.graph.matmul(q, kt);
+        let weights = a.graph.op("Softmax", &[scores], &[("axis", Attribute::Int(-1))]);
+        let y = a.graph.matmul(weights, v);
+        a.graph.output(y, "attn_chunk", &sequence("chunk_rows", channels));
+        a.finish()
+    }
+
+    /// Up blocks `start..end`, after the rest of the middle block if they are the first and before the output
+    /// convolution if they are the last. The first takes `vae_mid_res0` and `attn` [1,h,w,C] f32, the others the output of
+    /// the stage before; the last gives `image_raw` [1,3,H,W] f32 in [-1, 1].
+    fn post(&self, name: &str, start: usize, end: usize) -> Result<Model, Flux2Error> {
+        let mut a = self.author(name);
+        let mut x = match start {
+            0 => self.middle_rest(&mut a)?,
+            _ => {
+                let dims = map(self.level_channels(start - 1), ["height", "width"]);
+                let dtype = a.compute();
+                a.graph.input(&format!("vae_up{}", start - 1), dtype, &dims)
+            }
+        };
+        for level in start..end {
+            x = self.up_block(&mut a, x, level)?;
+            let label = format!("vae_up{level}");
+            if level + 1 == end && end < self.config.decoder_channels().len() {
+                a.graph.output(x, &label, &map(self.level_channels(level), ["height", "width"]));
+            } else {
+                a.graph.label(x, &label);
+            }
+        }
+        if end == self.config.decoder_channels().len() {
+            self.output(&mut a, x)?;
+        }
+        Ok(a.finish())
+    }
+
+    fn middle_rest(&self, a: &mut Author<'_>) -> Result<ValueId, Flux2Error> {
+        let channels = self.middle();
+        let dims = map(channels, ["mid_height", "mid_width"]);
+        let dtype = a.compute();
+        let mut x = a.graph.input("vae_mid_res0", dtype, &dims);
+        if self.config.mid_block_add_attention {
+            let [batch, c, h, w] = dims;
+            let attended = a.graph.input("attn", DType::F32, &[batch, h, w, c]);
+            let y = self.attention_linear(a, attended, "to_out.0")?;
+            let y = a.graph.transpose(y, &[0, 3, 1, 2]);
+            let y = a.to_compute(y);
+            x = a.graph.add(x, y);
+            a.graph.label(x, "vae_mid_attn");
+        }
+        let x = resnet_block(a, x, "decoder.mid_block.resnets.1", (channels, channels), self.groups)?;
+        a.graph.label(x, "vae_mid");
+        Ok(x)
+    }
+
+    /// Output channels of an up block: the decoder's levels from the lowest resolution up.
+    fn level_channels(&self, level: usize) -> usize {
+        let channels = self.config.decoder_channels();
+        channels[channels.len() - 1 - level]
+    }
+
+    fn up_block(&self, a: &mut Author<'_>, mut x: ValueId, level: usize) -> Result<ValueId, Flux2Error> {
+        let outputs = self.level_channels(level);
+        let mut inputs = if level == 0 { self.middle() } else { self.level_channels(level - 1) };
+        for layer in 0..=self.config.layers_per_block {
+            let prefix = format!("decoder.up_blocks.{level}.resnets.{layer}");
+            x = resnet_block(a, x, &prefix, (inputs, outputs), self.groups)?;
+            inputs = outputs;
+        }
+        if level + 1 < self.config.decoder_channels().len() {
+            let doubled = upsample_nearest(a, x);
+            let prefix = format!("decoder.up_blocks.{level}.upsamplers.0.conv");
+            x = conv(a, doubled, &prefix, (outputs, outputs), 3)?;
+        }
+        Ok(x)
+    }
+
+    fn output(&self, a: &mut Author<'_>, x: ValueId) -> Result<(), Flux2Error> {
+        let channels = self.config.decoder_channels()[0];
+        let sizes = (channels, self.config.out_channels);
+        let x = norm_silu_conv(a, x, ["decoder.conv_norm_out", "decoder.conv_out"], sizes, self.groups)?;
+        let image = a.to_f32(x);
+        a.graph.output(image, "image_raw", &map(self.config.out_channels, ["height", "width"]));
+        Ok(())
+    }
+}

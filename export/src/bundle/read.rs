@@ -1,0 +1,173 @@
+//! Opening a bundle: everything that its manifest states is checked before a stage is read.
+
+use std::{
+    fs::{self, File},
+    io::{self, Read},
+    path::{Component, Path, PathBuf},
+};
+
+use sha2::{Digest, Sha256};
+
+use super::{FORMAT, FileEntry, MANIFEST, Manifest, Stage};
+
+/// Larger than any manifest with thousands of files.
+const MAX_MANIFEST_BYTES: u64 = 16 << 20;
+
+#[derive(Debug, thiserror::Error)]
+pub enum BundleError {
+    #[error("{}: no {MANIFEST}; not a bundle. Make one with `viaduct export <checkpoint> -o {}`", path.display(), path.display())]
+    NotABundle { path: PathBuf },
+    #[error("{}: {source}", path.display())]
+    Io { path: PathBuf, source: io::Error },
+    #[error("{}: {bytes} bytes; no manifest is larger than {MAX_MANIFEST_BYTES}", path.display())]
+    ManifestTooLarge { path: PathBuf, bytes: u64 },
+    #[error("{}: not a valid manifest: {source}", path.display())]
+    Manifest { path: PathBuf, source: serde_json::Error },
+    #[error("{}: format {found}, but this program reads format {FORMAT}; export the checkpoint again", path.display())]
+    Format { path: PathBuf, found: u64 },
+    #[error("{}: file name '{name}' leaves the bundle", path.display())]
+    Escapes { path: PathBuf, name: String },
+    #[error("{} is missing, but {MANIFEST} lists it; export again or copy the bundle again", path.display())]
+    Missing { path: PathBuf },
+    #[error("{}: {found} bytes, but {MANIFEST} states {expected}; the file is damaged, copy or export it again", path.display())]
+    Size { path: PathBuf, expected: u64, found: u64 },
+    #[error("{}: SHA-256 is {found}, but {MANIFEST} states {expected}; the file is damaged", path.display())]
+    Hash { path: PathBuf, expected: String, found: String },
+    #[error("{}: the stage '{stage}' is not in this bundle", path.display())]
+    NoStage { path: PathBuf, stage: String },
+    #[error("{}: stage '{stage}' names graph '{graph}', which {MANIFEST} does not list among its files", path.display())]
+    Unlisted { path: PathBuf, stage: String, graph: String },
+    #[error("{}: parameters of family '{family}': {source}", path.display())]
+    Parameters { path: PathBuf, family: String, source: serde_json::Error },
+}
+
+/// An opened bundle whose files are all there with the stated sizes.
+#[derive(Clone, Debug)]
+pub struct Bundle {
+    pub folder: PathBuf,
+    pub manifest: Manifest,
+}
+
+impl Bundle {
+    /// Reads the manifest and checks every listed file's place and size; contents only in [`Bundle::verify_hashes`].
+    pub fn open(folder: &Path) -> Result<Bundle, BundleError> {
+        let path = folder.join(MANIFEST);
+        let io = |source| BundleError::Io { path: path.clone(), source };
+        let bytes = match fs::metadata(&path) {
+            Ok(metadata) if metadata.is_file() => metadata.len(),
+            Ok(_) => return Err(BundleError::NotABundle { path: folder.to_owned() }),
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                return Err(BundleError::NotABundle { path: folder.to_owned() });
+            }
+            Err(e) => return Err(io(e)),
+        };
+        if bytes > MAX_MANIFEST_BYTES {
+            return Err(BundleError::ManifestTooLarge { path, bytes });
+        }
+        let text = fs::read(&path).map_err(io)?;
+        let manifest = parse(&path, &text)?;
+        let bundle = Bundle { folder: folder.to_owned(), manifest };
+        bundle.check_files()?;
+        Ok(bundle)
+    }
+
+    pub fn stage(&self, name: &str) -> Result<&Stage, BundleError> {
+        let found = self.manifest.stages.iter().find(|stage| stage.name == name);
+        found.ok_or_else(|| BundleError::NoStage { path: self.folder.clone(), stage: name.to_owned() })
+    }
+
+    /// The place of a file that the manifest names.
+    pub fn path(&self, name: &str) -> Result<PathBuf, BundleError> {
+        let relative = Path::new(name);
+        let plain = relative.components().all(|c| matches!(c, Component::Normal(_)));
+        if name.is_empty() || !plain || name.contains(['\\', '\0', ':']) {
+            return Err(BundleError::Escapes { path: self.folder.join(MANIFEST), name: name.to_owned() });
+        }
+        Ok(self.folder.join(relative))
+    }
+
+    /// The family's parameters.
+    pub fn parameters<T: serde::de::DeserializeOwned>(&self) -> Result<T, BundleError> {
+        serde_json::from_value(self.manifest.parameters.clone()).map_err(|source| BundleError::Parameters {
+            path: self.folder.join(MANIFEST),
+            family: self.manifest.family.clone(),
+            source,
+        })
+    }
+
+    /// Bytes of all files.
+    pub fn bytes(&self) -> u64 {
+        self.manifest.files.iter().map(|file| file.bytes).sum()
+    }
+
+    /// Reads every file and compares its hash; `progress` is told the bytes read since it was last called.
+    pub fn verify_hashes(&self, progress: &mut dyn FnMut(u64)) -> Result<(), BundleError> {
+        for file in &self.manifest.files {
+            self.verify_hash(file, progress)?;
+        }
+        Ok(())
+    }
+
+    fn verify_hash(&self, entry: &FileEntry, progress: &mut dyn FnMut(u64)) -> Result<(), BundleError> {
+        let path = self.path(&entry.path)?;
+        let io = |source| BundleError::Io { path: path.clone(), source };
+        let mut file = File::open(&path).map_err(io)?;
+        let mut hash = Sha256::new();
+        let mut buffer = vec![0; 1 << 20];
+        loop {
+            let count = file.read(&mut buffer).map_err(io)?;
+            if count == 0 {
+                break;
+            }
+            hash.update(&buffer[..count]);
+            progress(count as u64);
+        }
+        let found = hex(&hash.finalize());
+        if found != entry.sha256 {
+            return Err(BundleError::Hash { path, expected: entry.sha256.clone(), found });
+        }
+        Ok(())
+    }
+
+    fn check_files(&self) -> Result<(), BundleError> {
+        for entry in &self.manifest.files {
+            let path = self.path(&entry.path)?;
+            let found = match fs::metadata(&path) {
+                Ok(metadata) => metadata.len(),
+                Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(BundleError::Missing { path }),
+                Err(source) => return Err(BundleError::Io { path, source }),
+            };
+            if found != entry.bytes {
+                return Err(BundleError::Size { path, expected: entry.bytes, found });
+            }
+        }
+        for stage in &self.manifest.stages {
+            if !self.manifest.files.iter().any(|file| file.path == stage.graph) {
+                return Err(BundleError::Unlisted {
+                    path: self.folder.join(MANIFEST),
+                    stage: stage.name.clone(),
+                    graph: stage.graph.clone(),
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The version is read first: another version's manifest need not look like this one's.
+fn parse(path: &Path, text: &[u8]) -> Result<Manifest, BundleError> {
+    #[derive(serde::Deserialize)]
+    struct Version {
+        format: u64,
+    }
+    let invalid = |source| BundleError::Manifest { path: path.to_owned(), source };
+    let version: Version = serde_json::from_slice(text).map_err(invalid)?;
+    if version.format != u64::from(FORMAT) {
+        return Err(BundleError::Format { path: path.to_owned(), found: version.format });
+    }
+    serde_json::from_slice(text).map_err(invalid)
+}
+
+pub(super) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}

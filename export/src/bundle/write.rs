@@ -1,0 +1,292 @@
+//! Export: checkpoint folder in, bundle folder out, whole or not at all.
+
+use std::{
+    fs::{self, File},
+    io::{self, Write},
+    path::{Path, PathBuf},
+};
+
+use sha2::{Digest, Sha256};
+
+use super::{FORMAT, FileEntry, MANIFEST, Manifest, Origin, Stage, read::hex};
+use crate::{
+    arch::{ARCHITECTURES, ArchError, Architecture, Authored, Authoring, RawFile},
+    onnx::{Tensor, WriteError, WriteOptions, write_model},
+    recipe::{Chosen, Recipe, RecipeError},
+};
+
+/// Bytes of a raw tensor that are converted and written at a time are bounded by its rows; files are copied whole.
+const MAX_COPIED_FILE: u64 = 256 << 20;
+
+#[derive(Debug, thiserror::Error)]
+pub enum ExportError {
+    #[error("{}: not a folder; give a checkpoint in diffusers layout (model_index.json, transformer/, ...)", path.display())]
+    NotAFolder { path: PathBuf },
+    #[error("{}: no supported model found there; supported families: {families}", path.display())]
+    UnknownFamily { path: PathBuf, families: String },
+    #[error("recipe '{recipe}' is for family '{family}', but the checkpoint is of family '{found}'")]
+    FamilyMismatch { recipe: String, family: String, found: String },
+    #[error("{} exists; choose another -o or pass --force to replace it", path.display())]
+    Exists { path: PathBuf },
+    #[error("{} exists and is not a bundle (no {MANIFEST}); it is not replaced even with --force", path.display())]
+    NotReplaceable { path: PathBuf },
+    #[error(transparent)]
+    Recipe(#[from] RecipeError),
+    #[error(transparent)]
+    Arch(#[from] ArchError),
+    #[error("stage '{stage}': {source}")]
+    Write { stage: String, source: WriteError },
+    #[error("{}: {source}", path.display())]
+    Io { path: PathBuf, source: io::Error },
+    #[error("{}: {bytes} bytes; a copied file may have {MAX_COPIED_FILE}", path.display())]
+    CopiedTooLarge { path: PathBuf, bytes: u64 },
+    #[error("{}: {problem}", path.display())]
+    Tensor { path: PathBuf, problem: String },
+}
+
+/// What happens during an export, for progress display.
+#[derive(Clone, Debug)]
+pub enum ExportEvent {
+    /// The recipe was chosen; `origin` says why that one.
+    Recipe { name: String, origin: String },
+    /// The folder that is being filled; it becomes the bundle at the end and is removed on an error.
+    Staging(PathBuf),
+    /// All graphs are authored: this many bytes will be written.
+    Total { bytes: u64 },
+    Stage { name: String },
+    /// Bytes written since the last event.
+    Bytes(u64),
+}
+
+pub struct ExportRequest<'a> {
+    pub source: &'a Path,
+    pub out: &'a Path,
+    pub recipe: Option<&'a str>,
+    pub profile: &'a str,
+    /// Recipe values to change, by dotted key.
+    pub set: &'a [(String, String)],
+    /// Replace an existing bundle.
+    pub force: bool,
+    /// Plants a fault in the export, for tests of `verify`; see the architecture's `FAULTS`.
+    #[doc(hidden)]
+    pub fault: Option<&'a str>,
+}
+
+/// A finished export.
+#[derive(Clone, Debug)]
+pub struct ExportSummary {
+    pub manifest: Manifest,
+    pub bytes: u64,
+}
+
+/// Exports a checkpoint. The bundle appears under its name only when every file is complete and synced.
+pub fn export(
+    request: &ExportRequest<'_>,
+    progress: &mut dyn FnMut(ExportEvent),
+) -> Result<ExportSummary, ExportError> {
+    let architecture = detect(request.source)?;
+    let Chosen { recipe, origin } =
+        Recipe::choose(request.recipe, request.source, architecture.default_recipe, request.set)?;
+    progress(ExportEvent::Recipe { name: recipe.name.clone(), origin });
+    if recipe.family != architecture.family {
+        return Err(ExportError::FamilyMismatch {
+            recipe: recipe.name.clone(),
+            family: recipe.family.clone(),
+            found: architecture.family.to_owned(),
+        });
+    }
+    let profile = recipe.profile(request.profile)?;
+    check_target(request)?;
+    let authoring = Authoring { source: request.source, recipe: &recipe, profile, fault: request.fault };
+    let authored = (architecture.author)(&authoring)?;
+    progress(ExportEvent::Total { bytes: authored_bytes(&authored) });
+
+    let staging = staging_folder(request.out)?;
+    progress(ExportEvent::Staging(staging.path().to_owned()));
+    let mut writer = FolderWriter { folder: staging.path(), files: Vec::new(), progress };
+    let stages = writer.stages(&authored)?;
+    for raw in &authored.raw_files {
+        writer.raw(raw)?;
+    }
+    for folder in &authored.copied_folders {
+        writer.copy_folder(request.source, folder)?;
+    }
+    let manifest = Manifest {
+        format: FORMAT,
+        family: architecture.family.to_owned(),
+        name: recipe.name.clone(),
+        writer: concat!("viaduct ", env!("CARGO_PKG_VERSION")).to_owned(),
+        source: origin_of(request.source, &recipe),
+        profile: request.profile.to_owned(),
+        parameters: authored.parameters,
+        stages,
+        files: writer.files,
+        recipe,
+    };
+    write_manifest(staging.path(), &manifest)?;
+    publish(staging, request)?;
+    let bytes = manifest.files.iter().map(|file| file.bytes).sum();
+    Ok(ExportSummary { manifest, bytes })
+}
+
+fn detect(source: &Path) -> Result<&'static Architecture, ExportError> {
+    if !source.is_dir() {
+        return Err(ExportError::NotAFolder { path: source.to_owned() });
+    }
+    ARCHITECTURES.iter().find(|a| (a.detects)(source)).ok_or_else(|| ExportError::UnknownFamily {
+        path: source.to_owned(),
+        families: ARCHITECTURES.iter().map(|a| a.family).collect::<Vec<_>>().join(", "),
+    })
+}
+
+fn check_target(request: &ExportRequest<'_>) -> Result<(), ExportError> {
+    let path = request.out.to_owned();
+    match fs::symlink_metadata(request.out) {
+        Err(_) => Ok(()),
+        Ok(_) if !request.force => Err(ExportError::Exists { path }),
+        Ok(_) if request.out.join(MANIFEST).is_file() => Ok(()),
+        Ok(_) => Err(ExportError::NotReplaceable { path }),
+    }
+}
+
+/// A folder beside the target, so that the final rename stays on one file system.
+fn staging_folder(out: &Path) -> Result<tempfile::TempDir, ExportError> {
+    let parent = match out.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    let io = |source| ExportError::Io { path: parent.to_owned(), source };
+    fs::create_dir_all(parent).map_err(io)?;
+    let name = out.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    tempfile::Builder::new().prefix(&format!(".{name}.partial-")).tempdir_in(parent).map_err(io)
+}
+
+/// Moves the finished folder to its name; an old bundle under that name goes only now.
+fn publish(staging: tempfile::TempDir, request: &ExportRequest<'_>) -> Result<(), ExportError> {
+    let io = |source| ExportError::Io { path: request.out.to_owned(), source };
+    make_readable(staging.path()).map_err(io)?;
+    if request.force && request.out.exists() {
+        let old = staging.path().with_extension("replaced");
+        fs::rename(request.out, &old).map_err(io)?;
+        if let Err(e) = fs::rename(staging.path(), request.out) {
+            // The old bundle goes back: better the old one than none.
+            let _ = fs::rename(&old, request.out);
+            return Err(io(e));
+        }
+        let _ = staging.keep();
+        return fs::remove_dir_all(&old).map_err(io);
+    }
+    fs::rename(staging.path(), request.out).map_err(io)?;
+    let _ = staging.keep();
+    Ok(())
+}
+
+/// Temporary folders are private; a bundle is as readable as any new folder.
+#[cfg(unix)]
+fn make_readable(folder: &Path) -> io::Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    fs::set_permissions(folder, fs::Permissions::from_mode(0o755))
+}
+
+#[cfg(not(unix))]
+fn make_readable(_folder: &Path) -> io::Result<()> {
+    Ok(())
+}
+
+fn origin_of(source: &Path, recipe: &Recipe) -> Origin {
+    let name = fs::canonicalize(source).ok().and_then(|p| Some(p.file_name()?.to_string_lossy().into_owned()));
+    Origin {
+        checkpoint: name.unwrap_or_default(),
+        repo: recipe.source.repo.clone(),
+        revision: recipe.source.revision.clone(),
+        license: recipe.source.license.clone(),
+    }
+}
+
+fn authored_bytes(authored: &Authored) -> u64 {
+    let constants = authored.stages.iter().flat_map(|stage| stage.model.graph.values());
+    let weights: usize = constants.filter_map(|(_, value)| value.constant.as_ref()).map(|t| t.bytes.len()).sum();
+    let raw: usize = authored.raw_files.iter().map(|raw| raw.tensor.bytes.len()).sum();
+    (weights + raw) as u64
+}
+
+fn write_manifest(folder: &Path, manifest: &Manifest) -> Result<(), ExportError> {
+    let path = folder.join(MANIFEST);
+    let io = |source| ExportError::Io { path: path.clone(), source };
+    let mut text = serde_json::to_vec_pretty(manifest).map_err(|e| io(io::Error::other(e)))?;
+    text.push(b'\n');
+    let mut file = File::create(&path).map_err(io)?;
+    file.write_all(&text).and_then(|()| file.sync_all()).map_err(io)
+}
+
+/// Fills the staging folder and notes every file's size and hash.
+struct FolderWriter<'a> {
+    folder: &'a Path,
+    files: Vec<FileEntry>,
+    progress: &'a mut dyn FnMut(ExportEvent),
+}
+
+impl FolderWriter<'_> {
+    fn stages(&mut self, authored: &Authored) -> Result<Vec<Stage>, ExportError> {
+        let mut stages = Vec::new();
+        for stage in &authored.stages {
+            (self.progress)(ExportEvent::Stage { name: stage.name.clone() });
+            let file = format!("{}.onnx", stage.name);
+            let mut bytes = |n| (self.progress)(ExportEvent::Bytes(n));
+            let summary =
+                write_model(&stage.model, &self.folder.join(&file), &WriteOptions::default(), &mut bytes)
+                    .map_err(|source| ExportError::Write { stage: stage.name.clone(), source })?;
+            self.files.extend(
+                summary.files.into_iter().map(|f| FileEntry { path: f.name, bytes: f.bytes, sha256: f.sha256 }),
+            );
+            stages.push(Stage::describe(&stage.name, &stage.model.graph, &file));
+        }
+        Ok(stages)
+    }
+
+    fn raw(&mut self, raw: &RawFile) -> Result<(), ExportError> {
+        (self.progress)(ExportEvent::Stage { name: raw.path.clone() });
+        let path = self.folder.join(&raw.path);
+        let problem = |e: &dyn std::fmt::Display| ExportError::Tensor { path: path.clone(), problem: e.to_string() };
+        let Tensor { bytes, .. } = &raw.tensor;
+        let bytes = bytes.read().map_err(|e| problem(&e))?;
+        self.write(&raw.path, &bytes)?;
+        (self.progress)(ExportEvent::Bytes(bytes.len() as u64));
+        Ok(())
+    }
+
+    /// Copies the plain files of one folder of the checkpoint, in name order.
+    fn copy_folder(&mut self, source: &Path, folder: &str) -> Result<(), ExportError> {
+        let from = source.join(folder);
+        let io = |source| ExportError::Io { path: from.clone(), source };
+        let mut entries = fs::read_dir(&from).map_err(io)?.collect::<io::Result<Vec<_>>>().map_err(io)?;
+        entries.sort_by_key(|entry| entry.file_name());
+        for entry in entries {
+            let path = entry.path();
+            let io = |source| ExportError::Io { path: path.clone(), source };
+            let metadata = fs::metadata(&path).map_err(io)?;
+            if !metadata.is_file() {
+                continue;
+            }
+            if metadata.len() > MAX_COPIED_FILE {
+                return Err(ExportError::CopiedTooLarge { bytes: metadata.len(), path });
+            }
+            let content = fs::read(&path).map_err(io)?;
+            self.write(&format!("{folder}/{}", entry.file_name().to_string_lossy()), &content)?;
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, name: &str, content: &[u8]) -> Result<(), ExportError> {
+        let path = self.folder.join(name);
+        let io = |source| ExportError::Io { path: path.clone(), source };
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent).map_err(io)?;
+        }
+        let mut file = File::create(&path).map_err(io)?;
+        file.write_all(content).and_then(|()| file.sync_all()).map_err(io)?;
+        let sha256 = hex(&Sha256::digest(content));
+        self.files.push(FileEntry { path: name.to_owned(), bytes: content.len() as u64, sha256 });
+        Ok(())
+    }
+}

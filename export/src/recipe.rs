@@ -1,0 +1,355 @@
+//! Recipes: what a model family's export needs beyond the checkpoint's own config files. Data, not code.
+//!
+//! A recipe is TOML: the family's default ships in `recipes/`, a checkpoint folder may carry a `recipe.toml`
+//! that names a `base` and changes some values, and `--set key=value` changes single ones.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use regex::Regex;
+use serde::{Deserialize, Serialize};
+
+use crate::onnx::DType;
+
+/// The recipes that ship with the program.
+const RECIPES: &[(&str, &str)] = &[("flux2-klein", include_str!("../recipes/flux2-klein.toml"))];
+/// The name of a checkpoint folder's own recipe.
+pub const RECIPE_FILE: &str = "recipe.toml";
+const MAX_RECIPE_BYTES: u64 = 1 << 20;
+
+#[derive(Debug, thiserror::Error)]
+pub enum RecipeError {
+    #[error("unknown recipe '{name}'; known: {known} (or the path of a .toml file)")]
+    UnknownRecipe { name: String, known: String },
+    #[error("unknown profile '{name}'; recipe '{recipe}' has: {known}")]
+    UnknownProfile { name: String, recipe: String, known: String },
+    #[error("--set {key}: recipe '{recipe}' has no such value; near it: {near}")]
+    UnknownKey { key: String, recipe: String, near: String },
+    #[error("--set {key}={value}: expected {expected}")]
+    BadValue { key: String, value: String, expected: &'static str },
+    #[error("{}: {source}", path.display())]
+    Read { path: PathBuf, source: std::io::Error },
+    #[error("recipe {origin}: {message}")]
+    Invalid { origin: String, message: String },
+}
+
+/// A resolved recipe. Sections that only one family knows are kept as TOML and read by that family.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Recipe {
+    pub name: String,
+    pub family: String,
+    #[serde(default)]
+    pub source: SourceRef,
+    /// By profile name.
+    pub profiles: BTreeMap<String, ProfileSpec>,
+    /// Bars of `verify`, by profile name.
+    #[serde(default)]
+    pub gates: BTreeMap<String, Gates>,
+    #[serde(flatten)]
+    pub sections: toml::Table,
+}
+
+/// Where the family's checkpoint is published.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct SourceRef {
+    pub repo: Option<String>,
+    pub revision: Option<String>,
+    pub license: Option<String>,
+}
+
+/// One export profile: how weights are stored and in which type the graphs compute.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ProfileSpec {
+    #[serde(flatten)]
+    pub base: Precision,
+    /// Changes for single components, by component name.
+    #[serde(default)]
+    pub components: BTreeMap<String, PrecisionChange>,
+}
+
+/// How the weights of a linear layer are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WeightFormat {
+    F32,
+    F16,
+    Q8,
+    Q4,
+}
+
+/// The type in which a graph computes between its linear layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Compute {
+    F32,
+    F16,
+}
+
+impl Compute {
+    pub fn dtype(self) -> DType {
+        match self {
+            Compute::F32 => DType::F32,
+            Compute::F16 => DType::F16,
+        }
+    }
+}
+
+/// How the residual stream of a transformer is carried when the graph computes in f16.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Residual {
+    /// The stream itself is f32: no clamps, no saturation; more bytes per step.
+    #[default]
+    F32,
+    /// The stream is f16, clamped to ±65504; each addition and norm is an f32 island.
+    Islands,
+}
+
+/// How one component is stored and computed.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Precision {
+    pub compute: Compute,
+    pub weights: WeightFormat,
+    /// Weights per scale in the q formats.
+    #[serde(default = "default_block")]
+    pub block: usize,
+    /// Symmetric codes have no zero points.
+    #[serde(default = "default_true")]
+    pub symmetric: bool,
+    /// MatMulNBits' attribute: 0 computes in the activations' type, 4 may use 8-bit integer products.
+    #[serde(default)]
+    pub accuracy_level: i64,
+    #[serde(default)]
+    pub residual: Residual,
+    /// First match decides the format of a weight, by its checkpoint name.
+    #[serde(default)]
+    pub rules: Vec<Rule>,
+}
+
+fn default_block() -> usize {
+    32
+}
+
+fn default_true() -> bool {
+    true
+}
+
+/// A per-layer exception: weights whose name matches are stored in another format.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rule {
+    #[serde(rename = "match")]
+    pub pattern: String,
+    pub weights: WeightFormat,
+}
+
+/// Values of [`Precision`] that a component changes; see there.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PrecisionChange {
+    pub compute: Option<Compute>,
+    pub weights: Option<WeightFormat>,
+    pub block: Option<usize>,
+    pub symmetric: Option<bool>,
+    pub accuracy_level: Option<i64>,
+    pub residual: Option<Residual>,
+    pub rules: Option<Vec<Rule>>,
+}
+
+/// The bars that `verify` holds a bundle of one profile to.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Gates {
+    /// Largest relative error (max|a-b| / max|b|) of a boundary tensor.
+    pub tensor: f64,
+    /// Smallest PSNR of the final image to the reference, dB.
+    pub image_db: f64,
+    /// Largest relative error by boundary name, where it differs from `tensor`.
+    #[serde(default)]
+    pub tensors: BTreeMap<String, f64>,
+}
+
+impl Precision {
+    /// The storage format of the weight with that checkpoint name.
+    pub fn format_of(&self, weight: &str) -> WeightFormat {
+        let matches = |rule: &&Rule| Regex::new(&rule.pattern).is_ok_and(|r| r.is_match(weight));
+        self.rules.iter().find(matches).map_or(self.weights, |rule| rule.weights)
+    }
+
+    fn changed(&self, change: &PrecisionChange) -> Precision {
+        Precision {
+            compute: change.compute.unwrap_or(self.compute),
+            weights: change.weights.unwrap_or(self.weights),
+            block: change.block.unwrap_or(self.block),
+            symmetric: change.symmetric.unwrap_or(self.symmetric),
+            accuracy_level: change.accuracy_level.unwrap_or(self.accuracy_level),
+            residual: change.residual.unwrap_or(self.residual),
+            rules: change.rules.clone().unwrap_or_else(|| self.rules.clone()),
+        }
+    }
+}
+
+impl ProfileSpec {
+    /// The precision of one component.
+    pub fn component(&self, name: &str) -> Precision {
+        self.components.get(name).map_or_else(|| self.base.clone(), |change| self.base.changed(change))
+    }
+}
+
+/// Which recipe was taken and why, for the user.
+#[derive(Clone, Debug)]
+pub struct Chosen {
+    pub recipe: Recipe,
+    /// `--recipe`, the checkpoint's own file, or the family's default.
+    pub origin: String,
+}
+
+impl Recipe {
+    /// Chooses and resolves: `--recipe` if given, else the checkpoint folder's `recipe.toml`, else the family's default.
+    pub fn choose(
+        asked: Option<&str>,
+        checkpoint: &Path,
+        family_default: &str,
+        set: &[(String, String)],
+    ) -> Result<Chosen, RecipeError> {
+        let own = checkpoint.join(RECIPE_FILE);
+        let (origin, table) = match asked {
+            Some(name) if name.ends_with(".toml") => (name.to_owned(), read_table(Path::new(name))?),
+            Some(name) => (format!("'{name}' (--recipe)"), shipped_table(name)?),
+            None if own.is_file() => (own.display().to_string(), read_table(&own)?),
+            None => (format!("'{family_default}' (the family's default)"), shipped_table(family_default)?),
+        };
+        let invalid = |message: String| RecipeError::Invalid { origin: origin.clone(), message };
+        let mut table = with_base(table)?;
+        let name = table.get("name").and_then(|n| n.as_str()).unwrap_or("unnamed").to_owned();
+        for (key, value) in set {
+            set_value(&mut table, &name, key, value)?;
+        }
+        let recipe: Recipe = table.try_into().map_err(|e| invalid(format!("{e}")))?;
+        recipe.check_rules().map_err(invalid)?;
+        Ok(Chosen { recipe, origin })
+    }
+
+    pub fn profile(&self, name: &str) -> Result<&ProfileSpec, RecipeError> {
+        self.profiles.get(name).ok_or_else(|| RecipeError::UnknownProfile {
+            name: name.to_owned(),
+            recipe: self.name.clone(),
+            known: join(self.profiles.keys()),
+        })
+    }
+
+    /// A section that belongs to the recipe's family, for example `text_encoder`.
+    pub fn section<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<T, RecipeError> {
+        let invalid = |message| RecipeError::Invalid { origin: format!("'{}'", self.name), message };
+        let section = self.sections.get(name).ok_or_else(|| invalid(format!("section [{name}] is missing")))?;
+        section.clone().try_into().map_err(|e| invalid(format!("[{name}]: {e}")))
+    }
+
+    fn check_rules(&self) -> Result<(), String> {
+        for (name, profile) in &self.profiles {
+            let changed = profile.components.values().flat_map(|c| c.rules.iter().flatten());
+            for rule in profile.base.rules.iter().chain(changed) {
+                Regex::new(&rule.pattern).map_err(|e| format!("profile {name}, rule '{}': {e}", rule.pattern))?;
+            }
+            let blocks = profile.components.values().filter_map(|c| c.block).chain([profile.base.block]);
+            for block in blocks {
+                if ![16, 32, 64, 128, 256].contains(&block) {
+                    return Err(format!("profile {name}: block {block} is not one of 16, 32, 64, 128, 256"));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn shipped_table(name: &str) -> Result<toml::Table, RecipeError> {
+    let text = RECIPES.iter().find(|r| r.0 == name).ok_or_else(|| RecipeError::UnknownRecipe {
+        name: name.to_owned(),
+        known: join(RECIPES.iter().map(|r| r.0)),
+    })?;
+    parse(text.1, &format!("'{name}'"))
+}
+
+fn read_table(path: &Path) -> Result<toml::Table, RecipeError> {
+    let read = |source| RecipeError::Read { path: path.to_owned(), source };
+    if fs::metadata(path).map_err(read)?.len() > MAX_RECIPE_BYTES {
+        let message = "larger than 1 MiB, which no recipe is".to_owned();
+        return Err(RecipeError::Invalid { origin: path.display().to_string(), message });
+    }
+    parse(&fs::read_to_string(path).map_err(read)?, &path.display().to_string())
+}
+
+fn parse(text: &str, origin: &str) -> Result<toml::Table, RecipeError> {
+    let invalid = |e: toml::de::Error| RecipeError::Invalid { origin: origin.to_owned(), message: e.to_string() };
+    toml::from_str(text).map_err(invalid)
+}
+
+/// Lays a recipe over the shipped one that its `base` names.
+fn with_base(mut table: toml::Table) -> Result<toml::Table, RecipeError> {
+    match table.remove("base") {
+        Some(toml::Value::String(base)) => {
+            let mut result = shipped_table(&base)?;
+            overlay(&mut result, table);
+            Ok(result)
+        }
+        Some(other) => Err(RecipeError::Invalid {
+            origin: "'base'".to_owned(),
+            message: format!("expected the name of a shipped recipe, found {other}"),
+        }),
+        None => Ok(table),
+    }
+}
+
+fn overlay(under: &mut toml::Table, over: toml::Table) {
+    for (key, value) in over {
+        match (under.get_mut(&key), value) {
+            (Some(toml::Value::Table(under)), toml::Value::Table(over)) => overlay(under, over),
+            (_, value) => {
+                under.insert(key, value);
+            }
+        }
+    }
+}
+
+/// Changes one value that exists, keeping its type: `text_encoder.taps=3,5,7`.
+fn set_value(table: &mut toml::Table, recipe: &str, key: &str, text: &str) -> Result<(), RecipeError> {
+    let (section, leaf) = key.rsplit_once('.').unwrap_or(("", key));
+    let mut place = &mut *table;
+    for part in section.split('.').filter(|p| !p.is_empty()) {
+        let near = join(place.keys());
+        place = place.get_mut(part).and_then(|v| v.as_table_mut()).ok_or_else(|| RecipeError::UnknownKey {
+            key: key.to_owned(),
+            recipe: recipe.to_owned(),
+            near,
+        })?;
+    }
+    let near = join(place.keys());
+    let old = place.get_mut(leaf).ok_or_else(|| RecipeError::UnknownKey {
+        key: key.to_owned(),
+        recipe: recipe.to_owned(),
+        near,
+    })?;
+    let bad = |expected| RecipeError::BadValue { key: key.to_owned(), value: text.to_owned(), expected };
+    *old = match old {
+        toml::Value::Integer(_) => text.parse().map(toml::Value::Integer).map_err(|_| bad("a whole number"))?,
+        toml::Value::Float(_) => text.parse().map(toml::Value::Float).map_err(|_| bad("a number"))?,
+        toml::Value::Boolean(_) => text.parse().map(toml::Value::Boolean).map_err(|_| bad("true or false"))?,
+        toml::Value::String(_) => toml::Value::String(text.to_owned()),
+        toml::Value::Array(_) => toml::Value::Array(
+            text.split(',')
+                .filter(|part| !part.trim().is_empty())
+                .map(|part| part.trim().parse().map(toml::Value::Integer))
+                .collect::<Result<_, _>>()
+                .map_err(|_| bad("whole numbers with commas between them"))?,
+        ),
+        toml::Value::Table(_) | toml::Value::Datetime(_) => return Err(bad("the name of a single value")),
+    };
+    Ok(())
+}
+
+fn join<S: AsRef<str>>(names: impl Iterator<Item = S>) -> String {
+    names.map(|n| n.as_ref().to_owned()).collect::<Vec<_>>().join(", ")
+}

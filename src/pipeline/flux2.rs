@@ -1,0 +1,316 @@
+//! FLUX.2 Klein: prompt to picture. Stages run one after the other, each alone on the device.
+//!
+//! Source of the order of operations: diffusers' Flux2KleinPipeline.
+
+use std::time::Instant;
+
+use viaduct_export::{
+    arch::flux2::parameters::Parameters,
+    bundle::{Bundle, BundleError},
+};
+
+use super::{
+    embedding::{EmbeddingError, gather_rows},
+    event::{Event, Listener},
+    image::{ImageError, check_finite, check_varied},
+    noise::{LatentError, draw_latents, pack_latents, unpack_latents},
+    position::{PositionError, image_ids, rope_tables, rope_tables_1d, text_ids, text_mask},
+    probe::Probe,
+    prompt::{EncodedPrompt, PromptEncoder, PromptError},
+    schedule::{Schedule, ScheduleError, time_embedding},
+    size::Size,
+};
+use crate::{
+    runtime::{Binding, Runtime, RuntimeError, Stage},
+    tensor::HostTensor,
+};
+
+#[derive(Debug, thiserror::Error)]
+pub enum Flux2Error {
+    #[error(transparent)]
+    Bundle(#[from] BundleError),
+    #[error(transparent)]
+    Runtime(#[from] RuntimeError),
+    #[error(transparent)]
+    Prompt(#[from] PromptError),
+    #[error(transparent)]
+    Embedding(#[from] EmbeddingError),
+    #[error(transparent)]
+    Schedule(#[from] ScheduleError),
+    #[error(transparent)]
+    Position(#[from] PositionError),
+    #[error(transparent)]
+    Latent(#[from] LatentError),
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    #[error("the noise has shape {found:?}, but {size} needs {expected:?}")]
+    Noise { found: Vec<usize>, expected: Vec<usize>, size: Size },
+    #[error("the padding token's id {0} is not a token id")]
+    PadId(i64),
+}
+
+/// What to draw.
+pub struct Request {
+    pub prompt: String,
+    pub size: Size,
+    pub steps: usize,
+    pub noise: Noise,
+}
+
+/// The initial latents.
+pub enum Noise {
+    /// As `torch.Generator("cpu").manual_seed(seed)` draws them.
+    Seed(u64),
+    /// [1, channels, rows, columns].
+    Given(HostTensor),
+}
+
+/// Modulation tensors of all steps: name of the transformer's input, and [steps, count, width].
+type Modulations = Vec<(&'static str, HostTensor)>;
+
+const MODULATIONS: [&str; 4] = ["mod_img", "mod_txt", "mod_single", "mod_out"];
+
+/// A FLUX.2 bundle ready to draw.
+pub struct Flux2<'a> {
+    bundle: &'a Bundle,
+    parameters: Parameters,
+    prompts: PromptEncoder,
+}
+
+/// One run: where it computes, who hears of it and who looks into it.
+pub struct Run<'a> {
+    pub runtime: &'a mut Runtime,
+    pub listener: &'a mut dyn Listener,
+    pub probe: &'a mut dyn Probe,
+}
+
+impl<'a> Flux2<'a> {
+    pub fn open(bundle: &'a Bundle) -> Result<Flux2<'a>, Flux2Error> {
+        let parameters = bundle.parameters()?;
+        let prompts = PromptEncoder::load(&bundle.folder.join("tokenizer"))?;
+        Ok(Flux2 { bundle, parameters, prompts })
+    }
+
+    pub fn parameters(&self) -> &Parameters {
+        &self.parameters
+    }
+
+    /// Draws one picture: [1,3,H,W] in -1..1, as the decoder leaves it.
+    pub fn draw(&self, request: &Request, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
+        let prompt = self.tokenize(&request.prompt, run)?;
+        let embeds = self.encode(&prompt, run)?;
+        let schedule = Schedule::flux2(request.size.tokens(), request.steps)?;
+        let sigmas = HostTensor::f32(&[request.steps + 1], schedule.sigmas().to_vec());
+        run.probe.boundary("sigmas", sigmas);
+        let modulations = self.modulate(&schedule, run)?;
+        let latents = self.denoise(request, &schedule, &modulations, &embeds, run)?;
+        self.decode(&latents, request.size, run)
+    }
+
+    fn tokenize(&self, prompt: &str, run: &mut Run<'_>) -> Result<EncodedPrompt, Flux2Error> {
+        let text = &self.parameters.text;
+        let pad = u32::try_from(text.pad_id).map_err(|_| Flux2Error::PadId(text.pad_id))?;
+        let mut encoded = self.prompts.encode(prompt, text.length, pad)?;
+        if encoded.truncated > 0 {
+            let EncodedPrompt { tokens, truncated, .. } = encoded;
+            run.listener.on_event(Event::warning(format!(
+                "the prompt is cut: {tokens} tokens are kept, {truncated} at its end are lost (this model reads {})",
+                text.length
+            )));
+        }
+        encoded.ids = run.probe.boundary("input_ids", encoded.ids);
+        encoded.mask = run.probe.boundary("attention_mask", encoded.mask);
+        Ok(encoded)
+    }
+
+    /// [1, text length, joint width]; rows of padding included, because the transformer attends to them.
+    fn encode(&self, prompt: &EncodedPrompt, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
+        let text = &self.parameters.text;
+        let path = self.bundle.path(&text.embedding.file)?;
+        let embeds = gather_rows(&path, &text.embedding, &prompt.ids)?;
+        let mask = text_mask(&prompt.mask, text.mask_padding);
+        let (cos, sin) = rope_tables_1d(text.length, text.head_dim, text.rope_theta)?;
+        let mut stage = self.stage("text_encoder", &[], run)?;
+        let inputs =
+            [("inputs_embeds", &embeds), ("mask", &mask), ("rope_cos", &cos), ("rope_sin", &sin)];
+        let embeds = stage.run(&inputs, &["prompt_embeds"])?.remove(0);
+        drop(stage);
+        check_finite("text_encoder", None, &embeds)?;
+        Ok(run.probe.boundary("prompt_embeds", embeds))
+    }
+
+    /// Everything that depends on the step alone, for all steps in one run.
+    fn modulate(&self, schedule: &Schedule, run: &mut Run<'_>) -> Result<Modulations, Flux2Error> {
+        let transformer = &self.parameters.transformer;
+        let channels = transformer.time_channels;
+        let steps = &schedule.sigmas()[..schedule.steps()];
+        let times = steps.iter().flat_map(|s| time_embedding(*s, channels, transformer.time_order)).collect();
+        let times = HostTensor::f32(&[steps.len(), channels], times);
+        let mut stage = self.stage("modulation", &[("steps", steps.len())], run)?;
+        let outputs = ["dit_temb", MODULATIONS[0], MODULATIONS[1], MODULATIONS[2], MODULATIONS[3]];
+        let mut tensors = stage.run(&[("time_embedding", &times)], &outputs)?;
+        drop(stage);
+        let temb = tensors.remove(0);
+        check_finite("modulation", None, &temb)?;
+        run.probe.boundary("dit_temb", temb.row(0));
+        Ok(MODULATIONS.into_iter().zip(tensors).collect())
+    }
+
+    fn denoise(
+        &self,
+        request: &Request,
+        schedule: &Schedule,
+        modulations: &Modulations,
+        embeds: &HostTensor,
+        run: &mut Run<'_>,
+    ) -> Result<HostTensor, Flux2Error> {
+        let noise = run.probe.boundary("noise_nchw", self.noise(request)?);
+        let mut latents = pack_latents(&noise)?;
+        let (cos, sin) = self.joint_tables(request.size, run.probe)?;
+        let tokens = request.size.tokens();
+        let bound = [("image_seq", tokens), ("joint_seq", self.parameters.text.length + tokens)];
+        let mut stage = self.stage("transformer", &bound, run)?;
+        // What stays the same over the steps is uploaded once.
+        for (name, tensor) in [("prompt_embeds", embeds), ("rope_cos", &cos), ("rope_sin", &sin)] {
+            stage.bind(name, tensor)?;
+        }
+        let count = schedule.steps();
+        for step in 0..count {
+            let started = Instant::now();
+            let rows: Vec<(&str, HostTensor)> = modulations.iter().map(|(n, t)| (*n, t.row(step))).collect();
+            let mut inputs = vec![("latents", &latents)];
+            inputs.extend(rows.iter().map(|(name, row)| (*name, row)));
+            let internals = if step == 0 { stage.exposed().to_vec() } else { Vec::new() };
+            let velocity = run_and_probe(&mut stage, &inputs, "pred", &internals, run.probe)?;
+            check_finite("transformer", Some(step), &velocity)?;
+            let velocity = run.probe.boundary(&format!("pred_step{step}"), velocity);
+            schedule.euler_step(step, &mut latents, &velocity)?;
+            latents = run.probe.boundary(&format!("latents_step{step}"), latents);
+            let seconds = started.elapsed().as_secs_f64();
+            run.listener.on_event(Event::Step { index: step + 1, count, seconds });
+        }
+        drop(stage);
+        check_varied("transformer", Some(count - 1), &latents)?;
+        Ok(latents)
+    }
+
+    fn noise(&self, request: &Request) -> Result<HostTensor, Flux2Error> {
+        let channels = self.parameters.transformer.channels;
+        let [rows, columns] = request.size.grid();
+        match &request.noise {
+            Noise::Seed(seed) => Ok(draw_latents(*seed, channels, rows, columns)),
+            Noise::Given(noise) => {
+                let expected = vec![1, channels, rows, columns];
+                if noise.shape != expected {
+                    let found = noise.shape.clone();
+                    return Err(Flux2Error::Noise { found, expected, size: request.size });
+                }
+                Ok(HostTensor::f32(&expected, noise.to_f32()))
+            }
+        }
+    }
+
+    /// Rotary tables of the joint sequence, text rows first: [tokens, head_dim / 2].
+    fn joint_tables(&self, size: Size, probe: &mut dyn Probe) -> Result<(HostTensor, HostTensor), Flux2Error> {
+        let transformer = &self.parameters.transformer;
+        let [rows, columns] = size.grid();
+        let mut ids = text_ids(self.parameters.text.length, transformer.text_ids);
+        ids.extend(image_ids(0, rows, columns));
+        let (cos, sin) = rope_tables(&ids, &transformer.axes, transformer.rope_theta)?;
+        if probe.internals() {
+            probe.boundary("rope_cos", cos.each_twice());
+            probe.boundary("rope_sin", sin.each_twice());
+        }
+        Ok((cos, sin))
+    }
+
+    /// Latents [1, tokens, channels] to the picture [1,3,H,W] in -1..1.
+    fn decode(&self, latents: &HostTensor, size: Size, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
+        let [rows, columns] = size.grid();
+        let latents = unpack_latents(latents, rows, columns)?;
+        let [height, width] = [rows, columns].map(|n| n * self.parameters.vae.pixels_per_token / self.parameters.vae.downscale);
+        let bound = [
+            ("latent_height", rows),
+            ("latent_width", columns),
+            ("mid_height", height),
+            ("mid_width", width),
+        ];
+        let mut stage = self.stage("vae_pre", &bound, run)?;
+        let attends = self.parameters.vae.attention_rows.is_some();
+        let mut outputs: Vec<String> = if attends { ["q", "kt", "v"].map(str::to_owned).to_vec() } else { vec![] };
+        outputs.extend(stage.exposed().iter().cloned());
+        let mut attention_inputs = Vec::new();
+        let mut residual = {
+            let residual = run_and_collect(&mut stage, &[("latents", &latents)], "vae_mid_res0", &outputs, |name, tensor| {
+                match name {
+                    "q" | "kt" | "v" => attention_inputs.push(tensor),
+                    _ => drop(run.probe.boundary(name, tensor)),
+                }
+            })?;
+            drop(stage);
+            run.probe.boundary("vae_mid_res0", residual)
+        };
+        let mut attended = match (self.parameters.vae.attention_rows, attention_inputs.try_into()) {
+            (Some(chunk), Ok(inputs)) => Some(self.attend(inputs, chunk, run)?),
+            _ => None,
+        };
+        let stages = &self.parameters.vae.post_stages;
+        let mut input = "vae_mid_res0".to_owned();
+        for (i, name) in stages.iter().enumerate() {
+            let mut stage = self.stage(name, &[], run)?;
+            let mut inputs = vec![(input.as_str(), &residual)];
+            inputs.extend(attended.as_ref().map(|attended| ("attn", attended)));
+            let output = stage.outputs().first().cloned().unwrap_or_default();
+            let internals = stage.exposed().to_vec();
+            let result = run_and_probe(&mut stage, &inputs, &output, &internals, run.probe)?;
+            drop(stage);
+            check_finite(name, None, &result)?;
+            residual = if i + 1 < stages.len() { run.probe.boundary(&output, result) } else { result };
+            attended = None;
+            input = output;
+        }
+        check_varied("vae", None, &residual)?;
+        Ok(run.probe.boundary("image_raw", residual))
+    }
+
+    /// The middle block's attention, a chunk of query rows at a time. `q` and `v` are [1,h,w,C], `kt` [1,C,h,w].
+    fn attend(
+        &self,
+        [q, kt, v]: [HostTensor; 3],
+        chunk: usize,
+        run: &mut Run<'_>,
+    ) -> Result<HostTensor, Flux2Error> {
+        let shape = q.shape.clone();
+        let [_, height, width, channels] = shape[..] else { unreachable!("the stage's outputs have four dimensions") };
+        let rows = height * width;
+        let chunk = chunk.min(rows);
+        let (kt, v) = (kt.reshaped(&[1, channels, rows]), v.reshaped(&[1, rows, channels]));
+        let mut stage = self.stage("vae_attention", &[("chunk_rows", chunk), ("kv_rows", rows)], run)?;
+        stage.bind("kt", &kt)?;
+        stage.bind("v", &v)?;
+        let queries = q.to_f32();
+        let mut attended = Vec::with_capacity(queries.len());
+        for part in queries.chunks(chunk * channels) {
+            let part = HostTensor::f32(&[1, part.len() / channels, channels], part.to_vec());
+            attended.extend(stage.run(&[("q_chunk", &part)], &["attn_chunk"])?.remove(0).to_f32());
+        }
+        Ok(HostTensor::f32(&shape, attended))
+    }
+
+    /// Opens a stage and says so; the values of its graph that have a reference name are exposed if the probe asks.
+    fn stage<'r>(
+        &self,
+        name: &str,
+        bound: &[(&str, usize)],
+        run: &'r mut Run<'_>,
+    ) -> Result<Stage<'r>, Flux2Error> {
+        let stages = &self.bundle.manifest.stages;
+        let index = stages.iter().position(|stage| stage.name == name).map_or(0, |i| i + 1);
+        run.listener.on_event(Event::Stage { name: name.to_owned(), index, count: stages.len() });
+        let exposed: fn(&str) -> bool = match run.probe.internals() {
+            true => |name| name.starts_with("dit_") || name.starts_with("vae_"),
+            false => |_| false,
+        };
+        Ok(run.runtime.open_stage(self.bundle, name, &Binding { sizes: bound, exposed })?)
+    }
+}
