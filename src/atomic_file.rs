@@ -1,0 +1,95 @@
+//! Files that are either whole or absent.
+//!
+//! Bytes go to a temporary name in the target's directory; only a complete, synced file takes the target's name. A
+//! run that dies half-way, or whose result is bad, leaves the earlier file as it was.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use tempfile::{Builder, NamedTempFile};
+
+/// Why a file could not be written; the text of the operating system is in the message.
+#[derive(Debug, thiserror::Error)]
+pub enum FileError {
+    #[error("{} already exists", .0.display())]
+    Exists(PathBuf),
+    #[error("{} is a directory", .0.display())]
+    IsDirectory(PathBuf),
+    #[error("cannot write {}: {source}", path.display())]
+    Write { path: PathBuf, source: io::Error },
+}
+
+/// What to do with an earlier file of that name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Existing {
+    Replace,
+    /// Refuse, even if it appears while the new one is being written.
+    Keep,
+}
+
+/// Writes `path` with what `fill` writes. Any error, also one of `fill`, removes the temporary file and leaves an
+/// earlier file alone.
+pub fn write_with(
+    path: &Path,
+    existing: Existing,
+    fill: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+) -> Result<(), FileError> {
+    let failed = |source| FileError::Write { path: path.to_path_buf(), source };
+    // Known before the work, which may be long: a taken name.
+    check_target(path, existing)?;
+    let directory = directory_of(path);
+    let mut temporary = create_in(directory).map_err(failed)?;
+    let mut buffered = io::BufWriter::new(temporary.as_file_mut());
+    fill(&mut buffered).and_then(|()| buffered.flush()).map_err(failed)?;
+    drop(buffered);
+    temporary.as_file().sync_all().map_err(failed)?;
+    persist(temporary, path, existing)?;
+    sync_directory(directory).map_err(failed)
+}
+
+/// Writes `bytes` to `path`; see [`write_with`].
+pub fn write(path: &Path, existing: Existing, bytes: &[u8]) -> Result<(), FileError> {
+    write_with(path, existing, |out| out.write_all(bytes))
+}
+
+fn check_target(path: &Path, existing: Existing) -> Result<(), FileError> {
+    match fs::symlink_metadata(path) {
+        Ok(found) if found.is_dir() => Err(FileError::IsDirectory(path.to_path_buf())),
+        Ok(_) if existing == Existing::Keep => Err(FileError::Exists(path.to_path_buf())),
+        _ => Ok(()),
+    }
+}
+
+fn directory_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if parent.as_os_str().is_empty() => Path::new("."),
+        Some(parent) => parent,
+        None => path,
+    }
+}
+
+fn create_in(directory: &Path) -> io::Result<NamedTempFile> {
+    let mut builder = Builder::new();
+    builder.prefix(".viaduct-").suffix(".partial");
+    // The default of 0600 would survive the rename; this leaves the rest to the umask, as for any new file.
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    builder.tempfile_in(directory)
+}
+
+fn persist(temporary: NamedTempFile, path: &Path, existing: Existing) -> Result<(), FileError> {
+    let result = match existing {
+        Existing::Replace => temporary.persist(path),
+        Existing::Keep => temporary.persist_noclobber(path),
+    };
+    result.map(drop).map_err(|e| match e.error.kind() {
+        io::ErrorKind::AlreadyExists => FileError::Exists(path.to_path_buf()),
+        _ => FileError::Write { path: path.to_path_buf(), source: e.error },
+    })
+}
+
+/// Makes the new name itself survive a power cut, where the system can.
+fn sync_directory(directory: &Path) -> io::Result<()> {
+    if cfg!(unix) { File::open(directory)?.sync_all() } else { Ok(()) }
+}

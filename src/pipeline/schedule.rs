@@ -1,0 +1,150 @@
+//! Sigmas, the Euler step and the time embedding of flow matching, rounded as diffusers rounds them.
+
+use crate::tensor::{HostTensor, Values};
+
+/// The schedule was trained on 1000 time steps; more steps than that add nothing.
+pub const MAX_STEPS: usize = 1000;
+
+/// The model's time is `1000 * sigma`.
+const TIME_SCALE: f32 = 1000.0;
+
+/// Why a schedule cannot be made, or a step of it not taken.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum ScheduleError {
+    #[error("the number of steps is {0}; it must be from 1 to {MAX_STEPS}")]
+    Steps(usize),
+    #[error("the schedule's shift mu is {0}; it must be finite and below 80")]
+    Shift(f64),
+    #[error("step {step} does not exist: the schedule has {steps} steps")]
+    NoSuchStep { step: usize, steps: usize },
+    #[error("step {step}: the velocity has shape {velocity:?}, the latents {latents:?}")]
+    Shape { step: usize, velocity: Vec<usize>, latents: Vec<usize> },
+    #[error("step {step}: {what} is not f32")]
+    NotF32 { step: usize, what: &'static str },
+}
+
+/// The noise levels of a run: `steps + 1` sigmas from 1 down to 0.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Schedule {
+    sigmas: Vec<f32>,
+}
+
+/// FLUX.2's shift for `tokens` output tokens (references not counted) and a number of steps.
+///
+/// Source: `compute_empirical_mu` in Black Forest Labs' `flux2` and in diffusers' FLUX.2 pipelines. It replaces
+/// `shift`, `base_shift` and `max_shift` of `scheduler_config.json`, which these pipelines do not read.
+pub fn empirical_mu(tokens: usize, steps: usize) -> f64 {
+    let (n, steps) = (tokens as f64, steps as f64);
+    let at_200 = 0.00016927 * n + 0.45666666;
+    if n > 4300.0 {
+        return at_200;
+    }
+    let at_10 = 8.73809524e-05 * n + 1.89833333;
+    let slope = (at_200 - at_10) / 190.0;
+    slope * steps + (at_200 - 200.0 * slope)
+}
+
+impl Schedule {
+    /// FLUX.2's schedule for `tokens` output tokens.
+    pub fn flux2(tokens: usize, steps: usize) -> Result<Schedule, ScheduleError> {
+        Schedule::shifted(empirical_mu(tokens, steps), steps)
+    }
+
+    /// Evenly spaced times `1, 1 - 1/N, ... 1/N`, shifted exponentially by `mu`, then 0.
+    ///
+    /// In f32 with `exp(mu)` rounded first: these are the bits of diffusers' `FlowMatchEulerDiscreteScheduler`.
+    pub fn shifted(mu: f64, steps: usize) -> Result<Schedule, ScheduleError> {
+        if !(1..=MAX_STEPS).contains(&steps) {
+            return Err(ScheduleError::Steps(steps));
+        }
+        // Above 88, exp(mu) is no finite f32.
+        if !mu.is_finite() || mu >= 80.0 {
+            return Err(ScheduleError::Shift(mu));
+        }
+        let shift = mu.exp() as f32;
+        let sigma = |i: usize| {
+            let time = linspace_down(i, steps) as f32;
+            shift / (shift + (1.0 / time - 1.0))
+        };
+        Ok(Schedule { sigmas: (0..steps).map(sigma).chain([0.0]).collect() })
+    }
+
+    /// The number of steps, at least 1.
+    pub fn steps(&self) -> usize {
+        self.sigmas.len() - 1
+    }
+
+    /// All `steps + 1` sigmas; the first is 1, the last 0.
+    pub fn sigmas(&self) -> &[f32] {
+        &self.sigmas
+    }
+
+    /// `latents += (sigma[step + 1] - sigma[step]) * velocity`, in f32, for tensors of one shape.
+    pub fn euler_step(
+        &self,
+        step: usize,
+        latents: &mut HostTensor,
+        velocity: &HostTensor,
+    ) -> Result<(), ScheduleError> {
+        if step >= self.steps() {
+            return Err(ScheduleError::NoSuchStep { step, steps: self.steps() });
+        }
+        if latents.shape != velocity.shape {
+            let (velocity, latents) = (velocity.shape.clone(), latents.shape.clone());
+            return Err(ScheduleError::Shape { step, velocity, latents });
+        }
+        let Values::F32(x) = &mut latents.values else {
+            return Err(ScheduleError::NotF32 { step, what: "the tensor of latents" });
+        };
+        let Values::F32(v) = &velocity.values else {
+            return Err(ScheduleError::NotF32 { step, what: "the velocity" });
+        };
+        let dt = self.sigmas[step + 1] - self.sigmas[step];
+        for (x, v) in x.iter_mut().zip(v) {
+            *x += dt * v;
+        }
+        Ok(())
+    }
+}
+
+/// `numpy.linspace(1, 1 / steps, steps)[i]`: its own arithmetic, for its rounding.
+fn linspace_down(i: usize, steps: usize) -> f64 {
+    let last = 1.0 / steps as f64;
+    if steps == 1 {
+        return 1.0;
+    }
+    if i == steps - 1 {
+        return last;
+    }
+    i as f64 * ((last - 1.0) / (steps - 1) as f64) + 1.0
+}
+
+/// Which half of a time embedding comes first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TimeOrder {
+    /// FLUX.2 (`flip_sin_to_cos`).
+    #[default]
+    CosFirst,
+    SinFirst,
+}
+
+/// The sinusoidal embedding of a noise level: `channels` values, angles `1000 sigma * 10000^(-j / half)`.
+///
+/// Frequencies and angles are rounded to f32 as in diffusers' `get_timestep_embedding`: near angle 1000 one unit in
+/// the last place is 6e-5, so exact angles would be *further* from the reference. An odd last channel is 0.
+pub fn time_embedding(sigma: f32, channels: usize, order: TimeOrder) -> Vec<f32> {
+    let half = channels / 2;
+    let time = TIME_SCALE * sigma;
+    let angle = |j: usize| {
+        let exponent = -(10000f64.ln() as f32) * j as f32 / half as f32;
+        f64::from(time * f64::from(exponent).exp() as f32)
+    };
+    let cos = (0..half).map(|j| angle(j).cos() as f32);
+    let sin = (0..half).map(|j| angle(j).sin() as f32);
+    let mut embedding: Vec<f32> = match order {
+        TimeOrder::CosFirst => cos.chain(sin).collect(),
+        TimeOrder::SinFirst => sin.chain(cos).collect(),
+    };
+    embedding.resize(channels, 0.0);
+    embedding
+}
