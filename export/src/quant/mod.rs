@@ -1,1 +1,19 @@
-//! Weight quantisation.
+//! Weight quantisation, and the lazy casts and relayouts that go with it.
+//!
+//! Nothing here runs when a graph is built: every function returns tensors whose bytes are computed when the writer
+//! reaches them, from ranges of the mapped checkpoint.
+
+mod cast;
+mod convert;
+mod error;
+mod layout;
+mod nbits;
+mod pack;
+
+pub use cast::cast;
+pub use error::QuantError;
+pub use layout::{concat_rows, transpose};
+pub use nbits::{
+    BlockFormat, QuantizeCompute, Quantized, dequantize, quantize, quantize_tensor, quantized_initializers,
+};
+pub use pack::{pack, unpack};

@@ -1,1 +1,14 @@
-//! Checkpoint readers.
+//! Checkpoints as they are published: safetensors files, sharded or single, and the JSON files beside them.
+//!
+//! Everything is mapped, nothing is read before it is asked for, and what a file says about itself is checked when it
+//! is opened: a truncated shard or a stale index is an error before the first weight is used.
+
+mod config;
+mod error;
+mod index;
+mod safetensors;
+mod source;
+
+pub use config::{MAX_JSON, read_json};
+pub use error::WeightsError;
+pub use source::{Checkpoint, Found};

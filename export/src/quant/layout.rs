@@ -1,0 +1,101 @@
+use std::sync::Arc;
+
+use rayon::prelude::*;
+
+use super::QuantError;
+use crate::onnx::{
+    Bytes, DType, Tensor,
+    tensor::{Compute, ComputeError},
+};
+
+/// Side of the square that is transposed at a time, in elements; two of them fit the first-level cache.
+const TILE: usize = 32;
+
+/// `[N, K]` as `[K, N]` when it is written; elements of 1, 2, 4 or 8 bytes.
+pub fn transpose(tensor: Tensor) -> Result<Tensor, QuantError> {
+    let [n, k] = tensor.shape[..] else {
+        return Err(QuantError::Shape { found: tensor.shape, expected: "a matrix" });
+    };
+    let (dtype, size) = (tensor.dtype, element_size(tensor.dtype)?);
+    let source = Arc::new(Transpose { tensor, n, k, size });
+    Ok(Tensor { dtype, shape: vec![k, n], bytes: Bytes::Computed { source, part: 0, len: n * k * size } })
+}
+
+/// Tensors of one type joined along their first dimension when they are written: `[N1, K]`, `[N2, K]`, ... as
+/// `[N1 + N2 + ..., K]`. Works for any rank from 1.
+pub fn concat_rows(tensors: Vec<Tensor>) -> Result<Tensor, QuantError> {
+    let describe = |t: &Tensor| Box::new((t.dtype, t.shape.clone()));
+    let shape_error = |found| QuantError::Shape { found, expected: "at least one tensor of rank 1 or more" };
+    let first = tensors.first().ok_or_else(|| shape_error(Vec::new()))?;
+    let (_, row) = first.shape.split_first().ok_or_else(|| shape_error(Vec::new()))?;
+    let fits = |t: &Tensor| t.dtype == first.dtype && t.shape.len() == row.len() + 1 && t.shape[1..] == *row;
+    if let Some(other) = tensors.iter().find(|t| !fits(t)) {
+        return Err(QuantError::Join(describe(first), describe(other)));
+    }
+    let rows = tensors.iter().map(|t| t.shape[0]).sum();
+    let shape = [&[rows], row].concat();
+    let dtype = first.dtype;
+    let len = tensors.iter().map(|t| t.bytes.len()).sum();
+    Ok(Tensor { dtype, shape, bytes: Bytes::Computed { source: Arc::new(Concat(tensors)), part: 0, len } })
+}
+
+fn element_size(dtype: DType) -> Result<usize, QuantError> {
+    dtype.size().ok_or(QuantError::SourceType(dtype))
+}
+
+struct Concat(Vec<Tensor>);
+
+impl Compute for Concat {
+    fn compute(&self) -> Result<Vec<Vec<u8>>, ComputeError> {
+        let mut out = Vec::with_capacity(self.0.iter().map(|t| t.bytes.len()).sum());
+        for tensor in &self.0 {
+            out.extend_from_slice(&tensor.bytes.read()?);
+        }
+        Ok(vec![out])
+    }
+}
+
+struct Transpose {
+    tensor: Tensor,
+    n: usize,
+    k: usize,
+    size: usize,
+}
+
+impl Compute for Transpose {
+    fn compute(&self) -> Result<Vec<Vec<u8>>, ComputeError> {
+        let bytes = self.tensor.bytes.read()?;
+        let expected = self.n * self.k * self.size;
+        if bytes.len() != expected {
+            return Err(QuantError::Length { expected, found: bytes.len() }.into());
+        }
+        Ok(vec![match self.size {
+            1 => transposed::<1>(&bytes, self.n, self.k),
+            2 => transposed::<2>(&bytes, self.n, self.k),
+            4 => transposed::<4>(&bytes, self.n, self.k),
+            _ => transposed::<8>(&bytes, self.n, self.k),
+        }])
+    }
+}
+
+/// Transposes elements of `SIZE` bytes, a band of output rows per task and a tile at a time.
+fn transposed<const SIZE: usize>(bytes: &[u8], n: usize, k: usize) -> Vec<u8> {
+    let (elements, _) = bytes.as_chunks::<SIZE>();
+    let mut out = vec![0; bytes.len()];
+    if out.is_empty() {
+        return out;
+    }
+    let (cells, _) = out.as_chunks_mut::<SIZE>();
+    cells.par_chunks_mut(TILE * n).enumerate().for_each(|(band, cells)| {
+        let columns = band * TILE..k.min((band + 1) * TILE);
+        for top in (0..n).step_by(TILE) {
+            for row in top..n.min(top + TILE) {
+                let source = &elements[row * k..][columns.clone()];
+                for (i, element) in source.iter().enumerate() {
+                    cells[i * n + row] = *element;
+                }
+            }
+        }
+    });
+    out
+}

@@ -1,0 +1,153 @@
+//! Which files make up a checkpoint: a single file, the shards of an index, or what a directory holds.
+
+use std::{
+    collections::BTreeMap,
+    fmt, fs,
+    path::{Component, Path, PathBuf},
+};
+
+use serde::{
+    Deserialize, Deserializer,
+    de::{Error, MapAccess, Visitor},
+};
+
+use super::{WeightsError, read_json};
+
+const WEIGHTS: &str = ".safetensors";
+const INDEX: &str = ".safetensors.index.json";
+
+/// The usual stems, in the order in which a directory is searched for them.
+const STEMS: [&str; 2] = ["model", "diffusion_pytorch_model"];
+
+/// Where the weights are.
+pub enum Layout {
+    Single(PathBuf),
+    Sharded(Index),
+}
+
+/// A shard index: which tensor is in which file.
+pub struct Index {
+    pub path: PathBuf,
+    /// Tensor names by shard name; shard names are checked and relative to the directory of the index.
+    pub shards: BTreeMap<String, Vec<String>>,
+}
+
+/// Decides what `path` is: a weight file, an index, or a component directory with either.
+pub fn locate(path: &Path) -> Result<Layout, WeightsError> {
+    let metadata = fs::metadata(path).map_err(|source| WeightsError::Io { path: path.to_owned(), source })?;
+    if metadata.is_dir() {
+        return locate_in(path);
+    }
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    if name.ends_with(INDEX) {
+        Ok(Layout::Sharded(read_index(path)?))
+    } else if name.ends_with(WEIGHTS) {
+        Ok(Layout::Single(path.to_owned()))
+    } else {
+        Err(WeightsError::UnknownKind { path: path.to_owned() })
+    }
+}
+
+fn locate_in(dir: &Path) -> Result<Layout, WeightsError> {
+    let names = file_names(dir)?;
+    let ending = |suffix: &str| names.iter().filter(|n| n.ends_with(suffix)).cloned().collect::<Vec<_>>();
+    let weights = ending(WEIGHTS);
+
+    if let Some(name) = pick(dir, &ending(INDEX), INDEX)? {
+        let index = read_index(&dir.join(name))?;
+        for stray in weights.iter().filter(|name| !index.shards.contains_key(*name)) {
+            tracing::info!("{}: ignored, {name} does not list it", dir.join(stray).display());
+        }
+        return Ok(Layout::Sharded(index));
+    }
+    match pick(dir, &weights, WEIGHTS)? {
+        Some(name) => {
+            for stray in weights.iter().filter(|other| *other != name) {
+                tracing::info!("{}: ignored, {name} is taken", dir.join(stray).display());
+            }
+            Ok(Layout::Single(dir.join(name)))
+        }
+        None => Err(WeightsError::NoWeights { path: dir.to_owned() }),
+    }
+}
+
+/// The only candidate, or the only one with a usual stem; `None` without candidates.
+fn pick<'a>(dir: &Path, names: &'a [String], suffix: &str) -> Result<Option<&'a String>, WeightsError> {
+    if let [] | [_] = names {
+        return Ok(names.first());
+    }
+    let is_usual = |name: &&String| name.strip_suffix(suffix).is_some_and(|stem| STEMS.contains(&stem));
+    match names.iter().filter(is_usual).collect::<Vec<_>>()[..] {
+        [name] => Ok(Some(name)),
+        _ => Err(WeightsError::Ambiguous { path: dir.to_owned(), files: names.to_vec() }),
+    }
+}
+
+/// Names of the directory's files, sorted; hidden ones are left out.
+fn file_names(dir: &Path) -> Result<Vec<String>, WeightsError> {
+    let io = |source| WeightsError::Io { path: dir.to_owned(), source };
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir).map_err(io)? {
+        let name = entry.map_err(io)?.file_name();
+        names.extend(name.to_str().filter(|n| !n.starts_with('.')).map(str::to_owned));
+    }
+    names.sort();
+    Ok(names)
+}
+
+fn read_index(path: &Path) -> Result<Index, WeightsError> {
+    #[derive(Deserialize)]
+    struct File {
+        weight_map: WeightMap,
+    }
+
+    let WeightMap(map) = read_json::<File>(path)?.weight_map;
+    let mut shards = BTreeMap::<String, Vec<String>>::new();
+    for (tensor, shard) in map {
+        if !is_inside(&shard) {
+            return Err(WeightsError::UnsafeShard { path: path.to_owned(), tensor, shard });
+        }
+        shards.entry(shard).or_default().push(tensor);
+    }
+    if shards.is_empty() {
+        return Err(WeightsError::BadIndex { path: path.to_owned(), reason: "`weight_map` is empty".into() });
+    }
+    Ok(Index { path: path.to_owned(), shards })
+}
+
+/// Whether a shard name stays below its directory. Judged by its spelling alone, so that the links of a download cache
+/// are followed.
+fn is_inside(shard: &str) -> bool {
+    let plain = |c| matches!(c, Component::Normal(_));
+    !shard.is_empty() && !shard.contains(['\0', '\\', ':']) && Path::new(shard).components().all(plain)
+}
+
+/// `weight_map`: tensor name to file name; refuses a tensor that is listed twice.
+struct WeightMap(BTreeMap<String, String>);
+
+impl<'de> Deserialize<'de> for WeightMap {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<WeightMap, D::Error> {
+        struct MapVisitor;
+
+        impl<'de> Visitor<'de> for MapVisitor {
+            type Value = WeightMap;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("an object of file names")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<WeightMap, A::Error> {
+                let mut map = BTreeMap::new();
+                while let Some((tensor, file)) = access.next_entry::<String, String>()? {
+                    if map.contains_key(&tensor) {
+                        return Err(A::Error::custom(format!("tensor `{tensor}` is listed twice")));
+                    }
+                    map.insert(tensor, file);
+                }
+                Ok(WeightMap(map))
+            }
+        }
+
+        deserializer.deserialize_map(MapVisitor)
+    }
+}

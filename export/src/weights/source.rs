@@ -1,0 +1,162 @@
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt, io,
+    path::{Path, PathBuf},
+};
+
+use super::{
+    WeightsError,
+    index::{Index, Layout, locate},
+    safetensors::{Entry, Shard},
+};
+use crate::onnx::{Bytes, DType, Tensor};
+
+/// The tensors of one model component, mapped from one or several safetensors files.
+///
+/// Opening checks every header, and the index against the headers; the weights themselves stay untouched.
+pub struct Checkpoint {
+    path: PathBuf,
+    shards: Vec<Shard>,
+    /// Tensor name to its place in `shards`.
+    places: BTreeMap<String, usize>,
+}
+
+/// What a checkpoint says about a tensor, known without reading it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Found<'a> {
+    /// `DType::Other(0)` for types without an ONNX counterpart.
+    pub dtype: DType,
+    pub shape: &'a [usize],
+    /// The file that holds the tensor.
+    pub file: &'a Path,
+}
+
+impl Checkpoint {
+    /// Opens a `.safetensors` file, a `*.safetensors.index.json` with its shards, or a component directory
+    /// (`transformer/`, `text_encoder/`, ...). In a directory an index comes first, then `model.safetensors` or
+    /// `diffusion_pytorch_model.safetensors`, then the only weight file there is; other files are left alone, and
+    /// several weight files without an index are an error.
+    pub fn open(path: &Path) -> Result<Checkpoint, WeightsError> {
+        let shards = match locate(path)? {
+            Layout::Single(file) => vec![Shard::open(&file)?],
+            Layout::Sharded(index) => open_shards(&index)?,
+        };
+        let mut places = BTreeMap::new();
+        for (place, shard) in shards.iter().enumerate() {
+            places.extend(shard.tensors.keys().map(|name| (name.clone(), place)));
+        }
+        Ok(Checkpoint { path: path.to_owned(), shards, places })
+    }
+
+    /// The path that was opened.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// All tensor names, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.places.keys().map(String::as_str)
+    }
+
+    /// Type, shape and file of a tensor, without reading it; `None` if the checkpoint has no such tensor.
+    pub fn find(&self, name: &str) -> Option<Found<'_>> {
+        let (shard, entry) = self.entry(name)?;
+        Some(Found { dtype: entry.dtype, shape: &entry.shape, file: &shard.file.path })
+    }
+
+    /// The f32, f16 or bf16 tensor `name`, mapped; its shape must be exactly `shape`.
+    pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor, WeightsError> {
+        let (shard, entry) = self.entry(name).ok_or_else(|| WeightsError::NoSuchTensor {
+            path: self.path.clone(),
+            tensor: name.to_owned(),
+            nearest: nearest(name, self.names()).map(str::to_owned),
+        })?;
+        let path = || shard.file.path.clone();
+        if !matches!(entry.dtype, DType::F32 | DType::F16 | DType::BF16) {
+            return Err(WeightsError::WrongDType {
+                path: path(),
+                tensor: name.to_owned(),
+                dtype: entry.dtype,
+                name: entry.dtype_name.clone(),
+            });
+        }
+        if entry.shape != shape {
+            return Err(WeightsError::WrongShape {
+                path: path(),
+                tensor: name.to_owned(),
+                expected: shape.to_vec(),
+                found: entry.shape.clone(),
+            });
+        }
+        let bytes = Bytes::Mapped { file: shard.file.clone(), range: entry.range.clone() };
+        Ok(Tensor { dtype: entry.dtype, shape: shape.to_vec(), bytes })
+    }
+
+    fn entry(&self, name: &str) -> Option<(&Shard, &Entry)> {
+        let shard = &self.shards[*self.places.get(name)?];
+        Some((shard, shard.tensors.get(name)?))
+    }
+}
+
+impl fmt::Debug for Checkpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "Checkpoint({}, {} tensors in {} files)",
+            self.path.display(),
+            self.places.len(),
+            self.shards.len()
+        )
+    }
+}
+
+/// Opens the shards of an index; the index and the headers must agree in both directions.
+fn open_shards(index: &Index) -> Result<Vec<Shard>, WeightsError> {
+    let dir = index.path.parent().unwrap_or(Path::new(""));
+    let open = |(name, listed): (&String, &Vec<String>)| {
+        let path = dir.join(name);
+        let shard = Shard::open(&path).map_err(|error| match error {
+            WeightsError::Io { source, path } if source.kind() == io::ErrorKind::NotFound => {
+                WeightsError::ShardMissing {
+                    index: index.path.clone(),
+                    shard: path,
+                    tensor: listed.first().cloned().unwrap_or_default(),
+                    others: listed.len().saturating_sub(1),
+                }
+            }
+            other => other,
+        })?;
+        let listed: BTreeSet<_> = listed.iter().collect();
+        if let Some(tensor) = listed.iter().find(|name| !shard.tensors.contains_key(**name)) {
+            let (index, tensor) = (index.path.clone(), tensor.to_string());
+            return Err(WeightsError::ListedButAbsent { index, shard: path, tensor });
+        }
+        if let Some(tensor) = shard.tensors.keys().find(|name| !listed.contains(name)) {
+            let (index, tensor) = (index.path.clone(), tensor.clone());
+            return Err(WeightsError::PresentButUnlisted { index, shard: path, tensor });
+        }
+        Ok(shard)
+    };
+    index.shards.iter().map(open).collect()
+}
+
+/// The name most like `wanted`: one that only adds or lacks a prefix, else the one with the fewest edits.
+fn nearest<'a>(wanted: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let differs_by_prefix = |name: &str| name.ends_with(wanted) || wanted.ends_with(name);
+    names.min_by_key(|name| (!differs_by_prefix(name), edits(wanted.as_bytes(), name.as_bytes())))
+}
+
+/// Levenshtein distance.
+fn edits(a: &[u8], b: &[u8]) -> usize {
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.iter().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.iter().enumerate() {
+            let replace = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = replace.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
