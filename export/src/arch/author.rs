@@ -2,10 +2,19 @@
 
 use crate::{
     onnx::{Attribute, Builder, DType, Model, Tensor, ValueId},
-    quant::{self, BlockFormat},
+    quant::{self, BlockFormat, QuantError},
     recipe::{Precision, WeightFormat},
     weights::{Checkpoint, WeightsError},
 };
+
+/// Why a weight could not be put into a graph.
+#[derive(Debug, thiserror::Error)]
+pub enum AuthorError {
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    #[error("{tensor}: {source}")]
+    Quant { tensor: String, source: QuantError },
+}
 
 /// Largest finite f16.
 const F16_MAX: f32 = 65504.0;
@@ -40,22 +49,22 @@ impl<'a> Author<'a> {
     }
 
     /// A small weight (norm, bias) as a constant of the given type.
-    pub fn weight(&mut self, name: &str, shape: &[usize], dtype: DType) -> Result<ValueId, WeightsError> {
+    pub fn weight(&mut self, name: &str, shape: &[usize], dtype: DType) -> Result<ValueId, AuthorError> {
         if let Some(id) = self.graph.find(name) {
             return Ok(id);
         }
-        let tensor = self.weights.tensor(name, shape)?;
-        Ok(self.graph.constant(name, quant::cast(tensor, dtype)))
+        let tensor = self.tensor(name, shape, dtype)?;
+        Ok(self.graph.constant(name, tensor))
     }
 
-    /// The weight's tensor as it lies in the checkpoint.
-    pub fn raw(&self, name: &str, shape: &[usize]) -> Result<Tensor, WeightsError> {
-        self.weights.tensor(name, shape)
+    /// A weight as a tensor of the given floating-point type, not yet in the graph.
+    pub fn tensor(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor, AuthorError> {
+        in_tensor(name, quant::cast(self.weights.tensor(name, shape)?, dtype))
     }
 
     /// `x W^T + b` with the weight stored in the format that the precision's rules give it. The result has the type
     /// of `x`.
-    pub fn linear(&mut self, x: ValueId, layer: &Linear<'_>) -> Result<ValueId, WeightsError> {
+    pub fn linear(&mut self, x: ValueId, layer: &Linear<'_>) -> Result<ValueId, AuthorError> {
         let y = match self.precision.format_of(layer.weight) {
             WeightFormat::Q8 => self.quantized_matmul(x, layer, 8)?,
             WeightFormat::Q4 => self.quantized_matmul(x, layer, 4)?,
@@ -69,9 +78,10 @@ impl<'a> Author<'a> {
 
     /// MatMul with the weight transposed to [inputs, outputs] when it is written. Where the stored type differs from
     /// that of `x`, the product is computed in f32.
-    fn plain_matmul(&mut self, x: ValueId, layer: &Linear<'_>, stored: DType) -> Result<ValueId, WeightsError> {
-        let tensor = self.weights.tensor(layer.weight, &[layer.outputs, layer.inputs])?;
-        let weight = self.graph.constant(layer.weight, quant::transpose(tensor, stored));
+    fn plain_matmul(&mut self, x: ValueId, layer: &Linear<'_>, stored: DType) -> Result<ValueId, AuthorError> {
+        let tensor = self.tensor(layer.weight, &[layer.outputs, layer.inputs], stored)?;
+        let tensor = in_tensor(layer.weight, quant::transpose(tensor))?;
+        let weight = self.graph.constant(layer.weight, tensor);
         let like = self.graph.dtype(x);
         let math = if stored == like { like } else { DType::F32 };
         let (x, weight) = (self.graph.cast(x, math), self.graph.cast(weight, math));
@@ -79,7 +89,7 @@ impl<'a> Author<'a> {
         Ok(self.graph.cast(y, like))
     }
 
-    fn quantized_matmul(&mut self, x: ValueId, layer: &Linear<'_>, bits: u8) -> Result<ValueId, WeightsError> {
+    fn quantized_matmul(&mut self, x: ValueId, layer: &Linear<'_>, bits: u8) -> Result<ValueId, AuthorError> {
         let tensor = self.weights.tensor(layer.weight, &[layer.outputs, layer.inputs])?;
         let format = BlockFormat {
             bits,
@@ -88,7 +98,7 @@ impl<'a> Author<'a> {
             scale: self.graph.dtype(x),
         };
         let names = ["codes", "scales", "zero_points"];
-        let parts = quant::quantized_initializers(tensor, &format);
+        let parts = in_tensor(layer.weight, quant::quantized_initializers(tensor, &format))?;
         let mut operands = vec![x];
         for (part, tensor) in names.iter().zip(parts) {
             operands.push(self.graph.constant(&format!("{}.{part}", layer.weight), tensor));
@@ -122,4 +132,8 @@ impl<'a> Author<'a> {
         let (low, high) = (self.graph.scalar(dtype, -F16_MAX), self.graph.scalar(dtype, F16_MAX));
         self.graph.op("Clip", &[x, low, high], &[])
     }
+}
+
+fn in_tensor<T>(tensor: &str, result: Result<T, QuantError>) -> Result<T, AuthorError> {
+    result.map_err(|source| AuthorError::Quant { tensor: tensor.to_owned(), source })
 }

@@ -9,7 +9,7 @@ pub mod flux2;
 use std::path::Path;
 
 use crate::{
-    onnx::{Model, Tensor},
+    onnx::{DType, Model, Tensor},
     recipe::{ProfileSpec, Recipe},
 };
 
@@ -35,10 +35,11 @@ impl StageGraph {
     }
 }
 
-/// A tensor that is stored as a file of its own.
+/// A matrix [rows, width] that is stored as a file of its own, in another type than the checkpoint's if need be.
 pub struct RawFile {
     pub path: String,
     pub tensor: Tensor,
+    pub dtype: DType,
 }
 
 /// What an architecture authored.

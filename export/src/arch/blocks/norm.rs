@@ -1,13 +1,12 @@
 //! Normalisation layers. All statistics are computed in f32.
 
 use crate::{
-    arch::author::Author,
+    arch::author::{Author, AuthorError},
     onnx::{Attribute, DType, Tensor, ValueId},
-    weights::WeightsError,
 };
 
 /// RMSNorm over the last axis with a weight of the checkpoint; the result has the type of `x`.
-pub fn rms_norm(a: &mut Author<'_>, x: ValueId, weight: &str, width: usize, eps: f32) -> Result<ValueId, WeightsError> {
+pub fn rms_norm(a: &mut Author<'_>, x: ValueId, weight: &str, width: usize, eps: f32) -> Result<ValueId, AuthorError> {
     let weight = a.weight(weight, &[width], a.graph.dtype(x))?;
     Ok(a.graph.op("RMSNormalization", &[x, weight], &[("axis", Attribute::Int(-1)), ("epsilon", Attribute::Float(eps))]))
 }
@@ -27,7 +26,7 @@ pub fn group_norm(
     channels: usize,
     groups: usize,
     eps: f32,
-) -> Result<ValueId, WeightsError> {
+) -> Result<ValueId, AuthorError> {
     let x = a.to_f32(x);
     let grouped = a.graph.reshape(x, &[1, groups as i64, -1, 0]);
     let ones = a.graph.small_constant(Tensor::from_f32(&[groups], &vec![1.0; groups]));
@@ -42,9 +41,8 @@ pub fn group_norm(
 }
 
 /// A [C] weight of the checkpoint as f32 [C,1,1].
-fn per_channel(a: &mut Author<'_>, name: &str, channels: usize) -> Result<ValueId, WeightsError> {
-    let tensor = a.raw(name, &[channels])?;
-    let mut tensor = crate::quant::cast(tensor, DType::F32);
+fn per_channel(a: &mut Author<'_>, name: &str, channels: usize) -> Result<ValueId, AuthorError> {
+    let mut tensor = a.tensor(name, &[channels], DType::F32)?;
     tensor.shape = vec![channels, 1, 1];
     Ok(a.graph.constant(name, tensor))
 }

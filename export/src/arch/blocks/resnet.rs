@@ -2,10 +2,8 @@
 
 use super::{mlp::silu, norm::group_norm};
 use crate::{
-    arch::author::Author,
+    arch::author::{Author, AuthorError},
     onnx::{Attribute, ValueId},
-    quant,
-    weights::WeightsError,
 };
 
 /// A convolution of the checkpoint with stride 1 and "same" padding; `kernel` is odd.
@@ -15,11 +13,10 @@ pub fn conv(
     prefix: &str,
     (inputs, outputs): (usize, usize),
     kernel: usize,
-) -> Result<ValueId, WeightsError> {
+) -> Result<ValueId, AuthorError> {
     let x = a.to_compute(x);
     let name = format!("{prefix}.weight");
-    let weight = a.raw(&name, &[outputs, inputs, kernel, kernel])?;
-    let weight = a.graph.constant(&name, quant::cast(weight, a.compute()));
+    let weight = a.weight(&name, &[outputs, inputs, kernel, kernel], a.compute())?;
     let bias = a.weight(&format!("{prefix}.bias"), &[outputs], a.compute())?;
     let (pad, kernel) = ((kernel / 2) as i64, kernel as i64);
     let attributes =
@@ -41,7 +38,7 @@ pub fn resnet_block(
     prefix: &str,
     (inputs, outputs): (usize, usize),
     groups: Groups,
-) -> Result<ValueId, WeightsError> {
+) -> Result<ValueId, AuthorError> {
     let y = norm_silu_conv(a, x, [&format!("{prefix}.norm1"), &format!("{prefix}.conv1")], (inputs, outputs), groups)?;
     let y = norm_silu_conv(a, y, [&format!("{prefix}.norm2"), &format!("{prefix}.conv2")], (outputs, outputs), groups)?;
     let shortcut = match inputs == outputs {
@@ -58,7 +55,7 @@ pub fn norm_silu_conv(
     [norm, conv_prefix]: [&str; 2],
     (inputs, outputs): (usize, usize),
     groups: Groups,
-) -> Result<ValueId, WeightsError> {
+) -> Result<ValueId, AuthorError> {
     let y = group_norm(a, x, norm, inputs, groups.count, groups.eps)?;
     let y = silu(a, y);
     conv(a, y, conv_prefix, (inputs, outputs), 3)

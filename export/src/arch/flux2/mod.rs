@@ -17,10 +17,8 @@ use self::{
     config::Config,
     parameters::{Embedding, EmbeddingType, Parameters, TextIds, TimeOrder},
 };
-use super::{Authored, Authoring, RawFile, StageGraph, blocks::rope::Pairing};
+use super::{Authored, Authoring, RawFile, StageGraph, author::AuthorError, blocks::rope::Pairing};
 use crate::{
-    onnx::DType,
-    quant,
     recipe::{Compute, RecipeError},
     weights::{Checkpoint, WeightsError},
 };
@@ -29,6 +27,8 @@ use crate::{
 pub enum Flux2Error {
     #[error(transparent)]
     Weights(#[from] WeightsError),
+    #[error(transparent)]
+    Author(#[from] AuthorError),
     #[error(transparent)]
     Recipe(#[from] RecipeError),
     #[error("{}: {problem}", file.display())]
@@ -185,10 +185,10 @@ fn embedding(
         Compute::F32 => EmbeddingType::F32,
         Compute::F16 => EmbeddingType::F16,
     };
-    let tensor = quant::cast(weights.tensor(&key, &[rows, width])?, compute.dtype());
-    debug_assert!(matches!(tensor.dtype, DType::F32 | DType::F16));
+    let tensor = weights.tensor(&key, &[rows, width])?;
     let file = "embedding.bin".to_owned();
-    Ok((Embedding { file: file.clone(), dtype, rows, width }, RawFile { path: file, tensor }))
+    let table = RawFile { path: file.clone(), tensor, dtype: compute.dtype() };
+    Ok((Embedding { file, dtype, rows, width }, table))
 }
 
 fn check_settings(

@@ -111,7 +111,7 @@ impl Decoder<'_> {
     /// a scaling factor.
     fn unnormalise(&self, a: &mut Author<'_>, x: ValueId, channels: usize) -> Result<ValueId, Flux2Error> {
         let statistics = |a: &Author<'_>, name: &str| -> Result<Vec<f32>, Flux2Error> {
-            let values = a.raw(name, &[channels])?.to_f32();
+            let values = a.tensor(name, &[channels], DType::F32)?.to_f32();
             values.ok().flatten().ok_or_else(|| Flux2Error::Statistics { tensor: name.to_owned() })
         };
         let mean = statistics(a, "bn.running_mean")?;
