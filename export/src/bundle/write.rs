@@ -11,11 +11,12 @@ use sha2::{Digest, Sha256};
 use super::{FORMAT, FileEntry, MANIFEST, Manifest, Origin, Stage, read::hex};
 use crate::{
     arch::{ARCHITECTURES, ArchError, Architecture, Authored, Authoring, RawFile},
-    onnx::{Tensor, WriteError, WriteOptions, write_model},
+    onnx::{Bytes, Tensor, WriteError, WriteOptions, write_model_with},
+    quant,
     recipe::{Chosen, Recipe, RecipeError},
 };
 
-/// Bytes of a raw tensor that are converted and written at a time are bounded by its rows; files are copied whole.
+/// Copied files (tokenizer, templates) are read whole.
 const MAX_COPIED_FILE: u64 = 256 << 20;
 
 #[derive(Debug, thiserror::Error)]
@@ -204,10 +205,9 @@ fn origin_of(source: &Path, recipe: &Recipe) -> Origin {
 }
 
 fn authored_bytes(authored: &Authored) -> u64 {
-    let constants = authored.stages.iter().flat_map(|stage| stage.model.graph.values());
-    let weights: usize = constants.filter_map(|(_, value)| value.constant.as_ref()).map(|t| t.bytes.len()).sum();
-    let raw: usize = authored.raw_files.iter().map(|raw| raw.tensor.bytes.len()).sum();
-    (weights + raw) as u64
+    let raw = |raw: &RawFile| (raw.tensor.elements() * raw.dtype.size().unwrap_or(0)) as u64;
+    let weights: u64 = authored.stages.iter().map(|stage| stage.model.constant_bytes()).sum();
+    weights + authored.raw_files.iter().map(raw).sum::<u64>()
 }
 
 fn write_manifest(folder: &Path, manifest: &Manifest) -> Result<(), ExportError> {
@@ -217,6 +217,26 @@ fn write_manifest(folder: &Path, manifest: &Manifest) -> Result<(), ExportError>
     text.push(b'\n');
     let mut file = File::create(&path).map_err(io)?;
     file.write_all(&text).and_then(|()| file.sync_all()).map_err(io)
+}
+
+/// A mapped matrix as matrices of a few megabytes; any other tensor as it is.
+fn row_chunks(tensor: &Tensor) -> Vec<Tensor> {
+    const CHUNK: usize = 16 << 20;
+    let (Bytes::Mapped { file, range }, [rows, width]) = (&tensor.bytes, &tensor.shape[..]) else {
+        return vec![tensor.clone()];
+    };
+    let row_bytes = range.len() / (*rows).max(1);
+    let rows_per_chunk = (CHUNK / row_bytes.max(1)).max(1);
+    let starts = (0..*rows).step_by(rows_per_chunk);
+    starts
+        .map(|start| {
+            let count = rows_per_chunk.min(rows - start);
+            let begin = range.start + start * row_bytes;
+            let range = begin..begin + count * row_bytes;
+            let bytes = Bytes::Mapped { file: file.clone(), range };
+            Tensor { dtype: tensor.dtype, shape: vec![count, *width], bytes }
+        })
+        .collect()
 }
 
 /// Fills the staging folder and notes every file's size and hash.
@@ -234,7 +254,7 @@ impl FolderWriter<'_> {
             let file = format!("{}.onnx", stage.name);
             let mut bytes = |n| (self.progress)(ExportEvent::Bytes(n));
             let summary =
-                write_model(&stage.model, &self.folder.join(&file), &WriteOptions::default(), &mut bytes)
+                write_model_with(&stage.model, &self.folder.join(&file), &WriteOptions::default(), &mut bytes)
                     .map_err(|source| ExportError::Write { stage: stage.name.clone(), source })?;
             self.files.extend(
                 summary.files.into_iter().map(|f| FileEntry { path: f.name, bytes: f.bytes, sha256: f.sha256 }),
@@ -244,14 +264,25 @@ impl FolderWriter<'_> {
         Ok(stages)
     }
 
+    /// Converts and writes a matrix some rows at a time, so that a table of any size passes through little memory.
     fn raw(&mut self, raw: &RawFile) -> Result<(), ExportError> {
         (self.progress)(ExportEvent::Stage { name: raw.path.clone() });
         let path = self.folder.join(&raw.path);
+        let io = |source| ExportError::Io { path: path.clone(), source };
         let problem = |e: &dyn std::fmt::Display| ExportError::Tensor { path: path.clone(), problem: e.to_string() };
-        let Tensor { bytes, .. } = &raw.tensor;
-        let bytes = bytes.read().map_err(|e| problem(&e))?;
-        self.write(&raw.path, &bytes)?;
-        (self.progress)(ExportEvent::Bytes(bytes.len() as u64));
+        let mut file = File::create(&path).map_err(io)?;
+        let mut hash = Sha256::new();
+        let mut written = 0;
+        for part in row_chunks(&raw.tensor) {
+            let part = quant::cast(part, raw.dtype).map_err(|e| problem(&e))?;
+            let bytes = part.bytes.read().map_err(|e| problem(&e))?;
+            file.write_all(&bytes).map_err(io)?;
+            hash.update(&bytes);
+            written += bytes.len() as u64;
+            (self.progress)(ExportEvent::Bytes(bytes.len() as u64));
+        }
+        file.sync_all().map_err(io)?;
+        self.files.push(FileEntry { path: raw.path.clone(), bytes: written, sha256: hex(&hash.finalize()) });
         Ok(())
     }
 

@@ -215,6 +215,7 @@ impl Builder {
             opsets: OPSETS.iter().map(|(domain, version)| ((*domain).to_owned(), *version)).collect(),
             producer: "viaduct".to_owned(),
             extra: None,
+            folder: None,
         }
     }
 

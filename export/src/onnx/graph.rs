@@ -96,6 +96,14 @@ impl Graph {
         self.by_name.get(name).copied()
     }
 
+    /// Gives a value another name; a value that had that name before loses it to `by_name`, so names stay unique only
+    /// if the caller's are.
+    pub fn rename(&mut self, id: ValueId, name: &str) {
+        self.by_name.remove(&self.values[id.0 as usize].name);
+        self.values[id.0 as usize].name = name.to_owned();
+        self.by_name.insert(name.to_owned(), id);
+    }
+
     pub fn add_constant(&mut self, name: &str, tensor: Tensor) -> ValueId {
         let id = self.value(name);
         self.values[id.0 as usize].constant = Some(tensor);

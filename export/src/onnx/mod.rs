@@ -2,6 +2,7 @@
 //!
 //! This module knows no model architecture and no runtime.
 
+mod builder;
 mod decode;
 mod encode;
 mod external;
@@ -16,6 +17,7 @@ mod tensor_proto;
 pub mod validate;
 pub mod write;
 
+pub use builder::Builder;
 pub use graph::{Dim, Graph, Model, NodeId, Value, ValueId, ValueType};
 pub use links::Links;
 pub use node::{Attribute, Node};

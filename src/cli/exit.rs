@@ -1,0 +1,73 @@
+//! Exit codes: what kind of failure an error is.
+
+use viaduct_export::{
+    arch::{ArchError, flux2::Flux2Error as Flux2ExportError},
+    bundle::ExportError,
+    recipe::RecipeError,
+};
+
+use crate::{
+    pipeline::{flux2::Flux2Error, schedule::ScheduleError, size::SizeError},
+    runtime::RuntimeError,
+    verify::{BarsMissed, VerifyError},
+};
+
+const FAILED: u8 = 1;
+const USAGE: u8 = 2;
+
+/// A request that no run could fulfil, in the user's words; exit code 2.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct UsageError(pub String);
+
+/// The process's exit code for an error.
+pub fn code_of(error: &anyhow::Error) -> u8 {
+    error.chain().find_map(code_of_link).unwrap_or(FAILED)
+}
+
+/// The code of one link of the error's chain, if it decides the matter.
+fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
+    if error.is::<UsageError>() || error.is::<SizeError>() {
+        return Some(USAGE);
+    }
+    if error.is::<BarsMissed>() {
+        return Some(3);
+    }
+    if let Some(e) = error.downcast_ref::<RuntimeError>() {
+        return Some(e.exit_code());
+    }
+    if let Some(e) = error.downcast_ref::<RecipeError>() {
+        return recipe_code(e);
+    }
+    if let Some(e) = error.downcast_ref::<ExportError>() {
+        return match e {
+            ExportError::Exists { .. } | ExportError::NotReplaceable { .. } => Some(USAGE),
+            ExportError::NotAFolder { .. } | ExportError::FamilyMismatch { .. } => Some(USAGE),
+            ExportError::Recipe(e) => recipe_code(e),
+            ExportError::Arch(ArchError::Flux2(e)) => match e {
+                Flux2ExportError::Setting { .. } => Some(USAGE),
+                Flux2ExportError::Recipe(e) => recipe_code(e),
+                _ => Some(FAILED),
+            },
+            _ => Some(FAILED),
+        };
+    }
+    if let Some(e) = error.downcast_ref::<Flux2Error>() {
+        return match e {
+            Flux2Error::Runtime(e) => Some(e.exit_code()),
+            Flux2Error::Schedule(ScheduleError::Steps(_)) | Flux2Error::Noise { .. } => Some(USAGE),
+            _ => Some(FAILED),
+        };
+    }
+    if let Some(VerifyError::Mismatch { .. }) = error.downcast_ref::<VerifyError>() {
+        return Some(USAGE);
+    }
+    None
+}
+
+fn recipe_code(error: &RecipeError) -> Option<u8> {
+    match error {
+        RecipeError::Read { .. } | RecipeError::Invalid { .. } => Some(FAILED),
+        _ => Some(USAGE),
+    }
+}

@@ -1,0 +1,126 @@
+//! `viaduct export`
+
+use std::{
+    path::PathBuf,
+    sync::{Mutex, PoisonError},
+    time::Instant,
+};
+
+use clap::Args;
+use viaduct_export::bundle::{ExportEvent, ExportRequest, export};
+
+use super::{ProgressArguments, key_value, progress::Progress};
+use crate::pipeline::event::{Event, Listener};
+
+/// Turn a checkpoint into a bundle that `viaduct generate` runs.
+///
+/// SOURCE is a checkpoint folder in diffusers layout (model_index.json, text_encoder/, transformer/, vae/, tokenizer/).
+/// All dimensions come from its config files; the rest comes from a recipe: --recipe, else the folder's own
+/// recipe.toml, else the family's default.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Arguments {
+    /// Checkpoint folder
+    source: PathBuf,
+    /// Bundle folder to make
+    #[arg(short, long, value_name = "BUNDLE")]
+    out: PathBuf,
+    /// How weights are stored: f32, f16, q8 or q4
+    #[arg(long, default_value = "q8")]
+    profile: String,
+    /// A shipped recipe's name or a .toml file
+    #[arg(long)]
+    recipe: Option<String>,
+    /// Change a recipe value; may be repeated
+    #[arg(long, value_name = "KEY=VALUE", value_parser = key_value)]
+    set: Vec<(String, String)>,
+    /// Replace an existing bundle
+    #[arg(long)]
+    force: bool,
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    progress: ProgressArguments,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  viaduct export FLUX.2-klein-4B -o klein-q4 --profile q4
+  viaduct export my-tiny-model -o tiny --profile f32 --set text_encoder.taps=2,4,6 --set text_encoder.length=64";
+
+/// The folder that is being filled, for the interrupt handler.
+static STAGING: Mutex<Option<PathBuf>> = Mutex::new(None);
+
+pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    remove_staging_on_interrupt()?;
+    let mut progress = Progress::new(arguments.progress.progress);
+    let started = Instant::now();
+    let request = ExportRequest {
+        source: &arguments.source,
+        out: &arguments.out,
+        recipe: arguments.recipe.as_deref(),
+        profile: &arguments.profile,
+        set: &arguments.set,
+        force: arguments.force,
+        fault: None,
+    };
+    let mut shown = Shown::default();
+    let summary = export(&request, &mut |event| shown.event(event, &mut progress))?;
+    drop(progress);
+    let seconds = started.elapsed().as_secs_f64();
+    let stages = summary.manifest.stages.len();
+    if arguments.json {
+        let report = serde_json::json!({
+            "bundle": arguments.out, "name": summary.manifest.name, "profile": summary.manifest.profile,
+            "stages": stages, "bytes": summary.bytes, "seconds": seconds,
+        });
+        println!("{report}");
+    } else {
+        let megabytes = summary.bytes as f64 / 1e6;
+        println!(
+            "{}: {stages} stages, {megabytes:.1} MB, {seconds:.1} s ({:.0} MB/s)",
+            arguments.out.display(),
+            megabytes / seconds
+        );
+    }
+    Ok(())
+}
+
+/// Adds up bytes and hands events on.
+#[derive(Default)]
+struct Shown {
+    what: String,
+    done: u64,
+    total: u64,
+}
+
+impl Shown {
+    fn event(&mut self, event: ExportEvent, progress: &mut Progress) {
+        match event {
+            ExportEvent::Recipe { origin, .. } => progress.on_event(Event::note(format!("recipe: {origin}"))),
+            ExportEvent::Staging(folder) => {
+                *STAGING.lock().unwrap_or_else(PoisonError::into_inner) = Some(folder);
+            }
+            ExportEvent::Total { bytes } => self.total = bytes,
+            ExportEvent::Stage { name } => self.what = name,
+            ExportEvent::Bytes(n) => {
+                self.done += n;
+                let (what, done, total) = (self.what.clone(), self.done, Some(self.total));
+                progress.on_event(Event::Bytes { what, done, total });
+            }
+        }
+    }
+}
+
+/// An interrupted export leaves nothing behind.
+fn remove_staging_on_interrupt() -> anyhow::Result<()> {
+    ctrlc::set_handler(|| {
+        if let Some(folder) = STAGING.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            let _ = std::fs::remove_dir_all(folder);
+        }
+        eprintln!("interrupted; nothing was kept");
+        std::process::exit(130);
+    })?;
+    Ok(())
+}

@@ -1,0 +1,90 @@
+//! The command line: one file per verb.
+
+mod doctor;
+mod exit;
+mod export;
+mod generate;
+mod inspect;
+mod progress;
+mod verify;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+pub use exit::code_of;
+
+use crate::runtime::{Provider, Runtime, RuntimeOptions};
+
+/// Carries big models over small machines: turns checkpoints into staged ONNX bundles and runs them on any Vulkan GPU.
+#[derive(Parser)]
+#[command(version, propagate_version = true, after_help = EXIT_CODES)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0 ok   1 failed (corrupt, missing or unwritable file, bad numbers)   2 usage (bad flag, value, size or profile)
+  3 a gate or parity bar missed   6 device lost, unfit or absent (--ep webgpu without an adapter)";
+
+#[derive(Subcommand)]
+enum Command {
+    Export(export::Arguments),
+    Generate(generate::Arguments),
+    Verify(verify::Arguments),
+    Inspect(inspect::Arguments),
+    Doctor(doctor::Arguments),
+}
+
+/// Where graphs run.
+#[derive(Args)]
+struct DeviceArguments {
+    /// Execution provider: `webgpu` never falls back, `auto` takes the CPU where there is no adapter and says so
+    #[arg(long, value_name = "auto|webgpu|cpu", default_value = "auto", global = true)]
+    ep: Provider,
+    /// Adapter to use, by a part of its name (see `viaduct doctor`)
+    #[arg(long, value_name = "NAME")]
+    adapter: Option<String>,
+}
+
+impl DeviceArguments {
+    fn start(&self) -> Result<Runtime, crate::runtime::RuntimeError> {
+        Runtime::start(&RuntimeOptions { provider: self.ep, adapter: self.adapter.clone() })
+    }
+}
+
+/// How progress is shown on standard error.
+#[derive(Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+enum ProgressStyle {
+    /// Bars on a terminal, only warnings and notes elsewhere
+    #[default]
+    Auto,
+    /// One JSON object per line
+    Json,
+    /// Warnings only
+    None,
+}
+
+#[derive(Args)]
+struct ProgressArguments {
+    /// How progress is shown on standard error
+    #[arg(long, value_enum, default_value_t, value_name = "STYLE")]
+    progress: ProgressStyle,
+}
+
+/// Runs the command that the user asked for.
+pub fn run(cli: Cli) -> anyhow::Result<()> {
+    match cli.command {
+        Command::Export(arguments) => export::run(&arguments),
+        Command::Generate(arguments) => generate::run(&arguments),
+        Command::Verify(arguments) => verify::run(&arguments),
+        Command::Inspect(arguments) => inspect::run(&arguments),
+        Command::Doctor(arguments) => doctor::run(&arguments),
+    }
+}
+
+/// `key=value`, as `--set` takes it.
+fn key_value(text: &str) -> Result<(String, String), String> {
+    let (key, value) = text.split_once('=').ok_or("write key=value, for example text_encoder.length=64")?;
+    Ok((key.trim().to_owned(), value.trim().to_owned()))
+}

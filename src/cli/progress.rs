@@ -1,0 +1,95 @@
+//! Shows events on standard error: bars on a terminal, JSON lines for machines, else only what needs saying.
+
+use std::{io::IsTerminal, time::Duration};
+
+use indicatif::{ProgressBar, ProgressStyle as BarStyle};
+
+use super::ProgressStyle;
+use crate::pipeline::event::{Event, Listener};
+
+pub struct Progress {
+    style: ProgressStyle,
+    bar: Option<ProgressBar>,
+    /// Seconds of all steps so far, for the mean.
+    step_seconds: f64,
+}
+
+impl Progress {
+    pub fn new(style: ProgressStyle) -> Progress {
+        let bar = (style == ProgressStyle::Auto && std::io::stderr().is_terminal()).then(ProgressBar::no_length);
+        if let Some(bar) = &bar {
+            bar.set_style(spinner());
+            bar.enable_steady_tick(Duration::from_millis(120));
+        }
+        Progress { style, bar, step_seconds: 0.0 }
+    }
+
+    fn say(&self, line: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| eprintln!("{line}")),
+            None => eprintln!("{line}"),
+        }
+    }
+
+    fn draw(&mut self, event: &Event) {
+        let Some(bar) = &self.bar else { return };
+        match event {
+            Event::Stage { name, index, count } => {
+                bar.set_style(spinner());
+                bar.set_message(format!("[{index}/{count}] {name}"));
+            }
+            Event::Step { index, count, seconds } => {
+                self.step_seconds += seconds;
+                bar.set_style(steps());
+                bar.set_length(*count as u64);
+                bar.set_position(*index as u64);
+                bar.set_message(format!("{:.3} s/step", self.step_seconds / *index as f64));
+            }
+            Event::Bytes { what, done, total } => {
+                bar.set_style(bytes());
+                bar.set_length(total.unwrap_or(*done));
+                bar.set_position(*done);
+                bar.set_message(what.clone());
+            }
+            Event::Memory { .. } | Event::Warning { .. } | Event::Note { .. } => {}
+        }
+    }
+}
+
+impl Listener for Progress {
+    fn on_event(&mut self, event: Event) {
+        if self.style == ProgressStyle::Json {
+            eprintln!("{}", event.to_json_line());
+            return;
+        }
+        match &event {
+            Event::Warning { message } => self.say(&format!("warning: {message}")),
+            Event::Note { message } if self.style == ProgressStyle::Auto => self.say(message),
+            other => self.draw(other),
+        }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+fn styled(template: &str) -> BarStyle {
+    BarStyle::with_template(template).unwrap_or_else(|_| BarStyle::default_bar())
+}
+
+fn spinner() -> BarStyle {
+    styled("{spinner} {msg} {elapsed}")
+}
+
+fn steps() -> BarStyle {
+    styled("[{bar:30}] step {pos}/{len} {msg}, {eta} left")
+}
+
+fn bytes() -> BarStyle {
+    styled("[{bar:30}] {bytes}/{total_bytes} {bytes_per_sec}, {eta} left  {msg}")
+}
