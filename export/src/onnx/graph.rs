@@ -81,6 +81,10 @@ pub struct Model {
 }
 
 impl Graph {
+    pub fn new(name: &str) -> Graph {
+        Graph { name: name.to_owned(), ..Graph::default() }
+    }
+
     /// The value of that name, made when it does not exist.
     pub fn value(&mut self, name: &str) -> ValueId {
         if let Some(id) = self.by_name.get(name) {
