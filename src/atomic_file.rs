@@ -93,3 +93,80 @@ fn persist(temporary: NamedTempFile, path: &Path, existing: Existing) -> Result<
 fn sync_directory(directory: &Path) -> io::Result<()> {
     if cfg!(unix) { File::open(directory)?.sync_all() } else { Ok(()) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(directory: &Path) -> Vec<String> {
+        let entries = fs::read_dir(directory).unwrap();
+        entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect()
+    }
+
+    #[test]
+    fn replaces_or_keeps() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("out.png");
+        write(&path, Existing::Keep, b"one").unwrap();
+        let error = write(&path, Existing::Keep, b"two").unwrap_err();
+        assert!(matches!(&error, FileError::Exists(p) if *p == path), "{error}");
+        assert_eq!(fs::read(&path).unwrap(), b"one");
+        write(&path, Existing::Replace, b"three").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"three");
+        assert_eq!(names(directory.path()), ["out.png"]);
+    }
+
+    #[test]
+    fn an_error_leaves_the_earlier_file_and_nothing_else() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("out.png");
+        write(&path, Existing::Keep, b"good").unwrap();
+        let full = io::Error::from(io::ErrorKind::StorageFull);
+        let error = write_with(&path, Existing::Replace, |out| {
+            out.write_all(&[0; 100_000])?;
+            Err(full)
+        })
+        .unwrap_err();
+        assert!(error.to_string().contains("out.png: no storage space"), "{error}");
+        assert_eq!(fs::read(&path).unwrap(), b"good");
+        assert_eq!(names(directory.path()), ["out.png"]);
+    }
+
+    #[test]
+    fn a_file_that_appears_meanwhile_is_kept() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("out.png");
+        let result = write_with(&path, Existing::Keep, |out| {
+            fs::write(&path, b"theirs")?;
+            out.write_all(b"ours")
+        });
+        assert!(matches!(result, Err(FileError::Exists(_))));
+        assert_eq!(fs::read(&path).unwrap(), b"theirs");
+        assert_eq!(names(directory.path()), ["out.png"]);
+    }
+
+    #[test]
+    fn impossible_targets_are_named() {
+        let directory = tempfile::tempdir().unwrap();
+        assert!(matches!(write(directory.path(), Existing::Replace, b""), Err(FileError::IsDirectory(_))));
+        assert!(matches!(write(Path::new("/"), Existing::Replace, b""), Err(FileError::IsDirectory(_))));
+        let missing = directory.path().join("no/such/out.png");
+        let error = write(&missing, Existing::Replace, b"").unwrap_err();
+        assert!(error.to_string().contains("no/such/out.png"), "{error}");
+        let file = directory.path().join("file");
+        fs::write(&file, "").unwrap();
+        assert!(matches!(write(&file.join("out"), Existing::Keep, b""), Err(FileError::Write { .. })));
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn others_may_read_what_the_umask_lets_them() {
+        use std::os::unix::fs::PermissionsExt;
+        let directory = tempfile::tempdir().unwrap();
+        let (ours, plain) = (directory.path().join("ours"), directory.path().join("plain"));
+        write(&ours, Existing::Keep, b"").unwrap();
+        fs::write(&plain, b"").unwrap();
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode();
+        assert_eq!(mode(&ours), mode(&plain));
+    }
+}

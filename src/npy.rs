@@ -206,3 +206,6 @@ fn elements<T: Copy, const N: usize>(
     }
     values
 }
+
+#[cfg(test)]
+mod tests;

@@ -134,6 +134,8 @@ impl Picture {
         let size = reader.output_buffer_size().ok_or(ImageError::TooLarge { width, height })?;
         let mut pixels = vec![0; size];
         let color = reader.next_frame(&mut pixels)?.color_type;
+        // A file whose end is missing is refused, even if all pixels are there.
+        reader.finish()?;
         let (channels, pixels) = match color {
             ColorType::Grayscale => (3, pixels.iter().flat_map(|g| [*g; 3]).collect()),
             ColorType::GrayscaleAlpha => {
@@ -206,4 +208,147 @@ pub fn psnr(a: &HostTensor, b: &HostTensor) -> Option<f64> {
     }
     let squares = a.to_f32().iter().zip(b.to_f32()).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
     Some(-10.0 * (squares / a.values.len() as f64).log10())
+}
+
+#[cfg(test)]
+mod tests {
+    use half::f16;
+
+    use super::*;
+
+    fn provenance() -> Provenance {
+        Provenance {
+            prompt: "un café\nby the sea".to_string(),
+            seed: u64::MAX,
+            steps: 4,
+            width: 2,
+            height: 1,
+            bundle: "klein-emoji".to_string(),
+            generator: "viaduct".to_string(),
+            version: "0.1.0".to_string(),
+        }
+    }
+
+    fn rgb() -> Picture {
+        Picture { width: 2, height: 1, channels: 3, pixels: vec![0, 128, 255, 1, 2, 3] }
+    }
+
+    #[test]
+    fn broken_numbers_are_named() {
+        let mut values = vec![0.5; 6];
+        let tensor = |v: &[f32]| HostTensor::f32(&[6], v.to_vec());
+        assert!(check_finite("sampler", Some(2), &tensor(&values)).is_ok());
+        values[1] = f32::NAN;
+        values[2] = f32::INFINITY;
+        values[3] = f32::NEG_INFINITY;
+        let error = check_finite("sampler", Some(2), &tensor(&values)).unwrap_err();
+        assert_eq!(error.to_string(), "sampler, step 2: 1 NaN and 2 infinite values of 6");
+        let half = HostTensor::new(&[1], Values::F16(vec![f16::NAN]));
+        let error = check_varied("decoder", None, &half).unwrap_err();
+        assert_eq!(error.to_string(), "decoder: 1 NaN and 0 infinite values of 1");
+        assert!(check_finite("ids", None, &HostTensor::i64(&[1], vec![7])).is_ok());
+    }
+
+    #[test]
+    fn constant_pictures_are_refused() {
+        for value in [-1.0, 0.0, 1.0, 3e38] {
+            let error = check_varied("decoder", None, &HostTensor::f32(&[1, 3, 2, 2], vec![value; 12]));
+            assert!(matches!(error, Err(ImageError::Constant { .. })), "{value}");
+        }
+        let mut values = vec![0.25; 12];
+        values[3] = 0.26;
+        assert!(check_varied("decoder", None, &HostTensor::f32(&[1, 3, 2, 2], values)).is_ok());
+    }
+
+    #[test]
+    fn values_are_cut_and_rounded() {
+        let values = vec![-7.0, -1.0, 0.0, 0.999, 1.0, 7.0];
+        let picture = Picture::from_tensor(&HostTensor::f32(&[1, 3, 1, 2], values)).unwrap();
+        // 127.5 is a tie and goes to the even 128.
+        assert_eq!(picture.pixels, [0, 128, 255, 0, 255, 255]);
+        assert_eq!((picture.width, picture.height, picture.channels), (2, 1, 3));
+        for shape in [&[1, 2, 1, 3][..], &[2, 3, 1, 1], &[3, 1, 2], &[1, 3, 0, 2]] {
+            let count = shape.iter().product();
+            let error = Picture::from_tensor(&HostTensor::f32(shape, vec![0.0; count])).unwrap_err();
+            assert!(matches!(error, ImageError::Shape(_)), "{shape:?}");
+        }
+    }
+
+    #[test]
+    fn a_png_tells_how_it_was_made() {
+        let texts = provenance().texts();
+        let png = rgb().to_png(&texts).unwrap();
+        assert_eq!(Picture::from_png(&png).unwrap(), rgb());
+        let mut found = png_texts(&png).unwrap();
+        let mut expected = texts;
+        found.sort();
+        expected.sort();
+        assert_eq!(found, expected);
+        assert!(expected.contains(&("size".to_string(), "2x1".to_string())));
+
+        let nul = rgb().to_png(&[("prompt".to_string(), "a\0b".to_string())]).unwrap();
+        assert_eq!(png_texts(&nul).unwrap()[0].1, "a\u{fffd}b");
+        assert!(rgb().to_png(&[("k".repeat(80), String::new())]).is_err());
+    }
+
+    #[test]
+    fn alpha_survives_and_is_dropped_in_the_tensor() {
+        let picture = Picture { width: 1, height: 2, channels: 4, pixels: vec![255, 0, 51, 7, 1, 2, 3, 4] };
+        let back = Picture::from_png(&picture.to_png(&[]).unwrap()).unwrap();
+        assert_eq!(back, picture);
+        let tensor = back.to_tensor();
+        assert_eq!(tensor.shape, [1, 3, 2, 1]);
+        assert_eq!(tensor.to_f32()[..5], [1.0, 1.0 / 255.0, 0.0, 2.0 / 255.0, 0.2]);
+    }
+
+    #[test]
+    fn every_colour_type_becomes_rgb() {
+        let encode = |color, depth, data: &[u8]| {
+            let mut bytes = Vec::new();
+            let mut encoder = Encoder::new(&mut bytes, 1, 1);
+            encoder.set_color(color);
+            encoder.set_depth(depth);
+            encoder.set_palette(vec![9, 8, 7]);
+            encoder.write_header().unwrap().write_image_data(data).unwrap();
+            Picture::from_png(&bytes).unwrap().pixels
+        };
+        assert_eq!(encode(ColorType::Grayscale, BitDepth::Eight, &[5]), [5, 5, 5]);
+        assert_eq!(encode(ColorType::Grayscale, BitDepth::One, &[0x80]), [255, 255, 255]);
+        assert_eq!(encode(ColorType::GrayscaleAlpha, BitDepth::Eight, &[5, 6]), [5, 5, 5, 6]);
+        assert_eq!(encode(ColorType::Indexed, BitDepth::Eight, &[0]), [9, 8, 7]);
+        assert_eq!(encode(ColorType::Rgb, BitDepth::Sixteen, &[1, 99, 2, 99, 3, 99]), [1, 2, 3]);
+    }
+
+    #[test]
+    fn damaged_files_are_refused() {
+        let png = rgb().to_png(&provenance().texts()).unwrap();
+        for end in 0..png.len() {
+            assert!(Picture::from_png(&png[..end]).is_err(), "cut at {end}");
+            assert!(png_texts(&png[..end]).is_err(), "cut at {end}");
+        }
+        for at in 8..png.len() {
+            let mut flipped = png.clone();
+            flipped[at] ^= 0x55;
+            let _ = (Picture::from_png(&flipped), png_texts(&flipped));
+        }
+        let mut huge = png;
+        huge[16..24].copy_from_slice(&[0, 1, 0, 0, 0, 1, 0, 0]);
+        let crc = crc32(&huge[12..29]).to_be_bytes();
+        huge[29..33].copy_from_slice(&crc);
+        assert!(matches!(Picture::from_png(&huge), Err(ImageError::TooLarge { width: 65536, .. })));
+    }
+
+    fn crc32(bytes: &[u8]) -> u32 {
+        let step = |crc: u32, _| if crc & 1 == 1 { crc >> 1 ^ 0xedb8_8320 } else { crc >> 1 };
+        !bytes.iter().fold(!0, |crc, b| (0..8).fold(crc ^ u32::from(*b), step))
+    }
+
+    #[test]
+    fn psnr_has_peak_one() {
+        let a = HostTensor::f32(&[2], vec![0.0, 1.0]);
+        let b = HostTensor::f32(&[2], vec![0.1, 0.9]);
+        assert!((psnr(&a, &b).unwrap() - 20.0).abs() < 1e-5);
+        assert_eq!(psnr(&a, &a), Some(f64::INFINITY));
+        assert_eq!(psnr(&a, &a.clone().reshaped(&[1, 2])), None);
+    }
 }

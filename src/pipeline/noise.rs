@@ -118,10 +118,10 @@ fn cephes_ln(x: f32) -> f32 {
         -1.666_805_8e-1,
         2.000_071_5e-1,
         -2.499_999_4e-1,
-        3.333_333_1e-1,
+        3.333_333e-1,
     ];
     // ln 2 as the sum of a short number and a small rest.
-    const LN2_HIGH: f32 = 0.693_359_375;
+    const LN2_HIGH: f32 = 355.0 / 512.0;
     const LN2_LOW: f32 = -2.121_944_4e-4;
 
     // x = m * 2^e, m in [sqrt(1/2), sqrt(2)).
@@ -209,5 +209,87 @@ impl Mt19937 {
     fn uniform_f64(&mut self) -> f64 {
         let bits = u64::from(self.next_u32()) << 32 | u64::from(self.next_u32());
         (bits & ((1 << 53) - 1)) as f64 * (1.0 / (1u64 << 53) as f64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::f16;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The last value of each draw, from PyTorch 2.15; `tests/host_numbers.rs` compares whole draws.
+    #[test]
+    fn draws_of_every_kind_end_as_in_torch() {
+        const SIZES: [usize; 8] = [1, 5, 15, 16, 17, 31, 33, 100];
+        #[rustfmt::skip]
+        const LAST: [(u64, [u32; 8]); 3] = [
+            (0, [0x3fc53f5c, 0xbf8ad1a1, 0xbf891cab, 0xbe7d367c, 0x3f6e8c30, 0xbfbc04b7, 0x3f9a033c, 0x3e6e8222]),
+            (1000, [0xbf9605b5, 0x3f6d61e1, 0x3e0e5151, 0x3eab88b6, 0xbf4ae797, 0xbef9ed99, 0xbf4e38c7, 0xbf2a94d3]),
+            ((1 << 32) + 5, [0xbef93b54, 0xbe4a272f, 0x3f2f44b6, 0xbf48471d, 0x3f3ea9b4, 0xbf06a4bd, 0xbf84aaf4, 0xbf8c4888]),
+        ];
+        for (seed, last) in LAST {
+            for (size, last) in SIZES.into_iter().zip(last) {
+                let values = torch_randn(seed, size);
+                assert_eq!(values.len(), size);
+                assert_eq!(values[size - 1].to_bits(), last, "seed {seed}, size {size}");
+            }
+        }
+        assert!(torch_randn(0, 0).is_empty());
+    }
+
+    #[test]
+    fn only_the_low_half_of_a_seed_counts() {
+        assert_eq!(torch_randn(5, 40), torch_randn((1 << 32) + 5, 40));
+        assert_ne!(torch_randn(5, 40), torch_randn(6, 40));
+    }
+
+    #[test]
+    fn polynomials_are_the_functions() {
+        for i in 1..=4096 {
+            let x = i as f32 / 4096.0;
+            assert!((f64::from(cephes_ln(x)) - f64::from(x).ln()).abs() < 5e-7, "ln {x}");
+            let angle = TAU as f32 * (i - 1) as f32 / 4096.0;
+            let (sin, cos) = cephes_sin_cos(angle);
+            assert!((f64::from(sin) - f64::from(angle).sin()).abs() < 2e-7, "sin {angle}");
+            assert!((f64::from(cos) - f64::from(angle).cos()).abs() < 2e-7, "cos {angle}");
+        }
+    }
+
+    #[test]
+    fn tokens_go_row_by_row() {
+        let planar = HostTensor::f32(&[1, 2, 2, 3], (0..12).map(|x| x as f32).collect());
+        let packed = pack_latents(&planar).unwrap();
+        assert_eq!(packed.shape, [1, 6, 2]);
+        assert_eq!(packed.to_f32()[..6], [0.0, 6.0, 1.0, 7.0, 2.0, 8.0]);
+    }
+
+    #[test]
+    fn wrong_shapes_are_refused() {
+        let flat = HostTensor::f32(&[1, 6, 2], vec![0.0; 12]);
+        assert_eq!(pack_latents(&flat), Err(LatentError::NotPlanar(vec![1, 6, 2])));
+        let error = unpack_latents(&flat, 2, 2).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "packed latents have shape [1, 6, 2], not [1, 4, channels] as 2 x 2 needs"
+        );
+        let batch = HostTensor::f32(&[2, 3, 2, 1], vec![0.0; 12]);
+        assert!(pack_latents(&batch).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn unpacking_undoes_packing(channels in 0usize..6, height in 0usize..6, width in 0usize..6, half in any::<bool>()) {
+            let count = channels * height * width;
+            let values = match half {
+                true => Values::F16((0..count).map(|x| f16::from_f32(x as f32)).collect()),
+                false => Values::F32((0..count).map(|x| x as f32).collect()),
+            };
+            let planar = HostTensor::new(&[1, channels, height, width], values);
+            let packed = pack_latents(&planar).unwrap();
+            prop_assert_eq!(&packed.shape, &[1, height * width, channels]);
+            prop_assert_eq!(unpack_latents(&packed, height, width).unwrap(), planar);
+        }
     }
 }

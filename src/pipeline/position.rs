@@ -125,3 +125,93 @@ fn check_dims(dims: usize) -> Result<(), PositionError> {
 fn check_theta(theta: f64) -> Result<(), PositionError> {
     if theta.is_finite() && theta > 0.0 { Ok(()) } else { Err(PositionError::Theta(theta)) }
 }
+
+#[cfg(test)]
+mod tests {
+    use half::f16;
+
+    use super::*;
+
+    #[test]
+    fn ids_of_image_reference_and_text() {
+        assert_eq!(
+            image_ids(0, 2, 3),
+            [[0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 1, 2, 0]]
+        );
+        assert_eq!(image_ids(reference_time(0), 1, 1), [[10, 0, 0, 0]]);
+        assert_eq!(reference_time(2), 30);
+        assert_eq!(text_ids(3, TextIds::Index), [[0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 2]]);
+        assert_eq!(text_ids(2, TextIds::Zero), [[0; 4]; 2]);
+    }
+
+    #[test]
+    fn axes_lie_side_by_side() {
+        let (cos, sin) = rope_tables(&[[3, 0, 0, 0], [0, 0, 2, 5]], &[4, 2, 2, 6], 2000.0).unwrap();
+        assert_eq!((&cos.shape[..], &sin.shape[..]), (&[2, 7][..], &[2, 7][..]));
+        let angle = |position: f64, j: f64, dims: f64| position * 2000f64.powf(-2.0 * j / dims);
+        let expected = [
+            [3.0, angle(3.0, 1.0, 4.0), 0.0, 0.0, 0.0, 0.0, 0.0],
+            [0.0, 0.0, 0.0, 2.0, 5.0, angle(5.0, 1.0, 6.0), angle(5.0, 2.0, 6.0)],
+        ];
+        let expected = expected.as_flattened();
+        assert_eq!(cos.to_f32(), expected.iter().map(|a| a.cos() as f32).collect::<Vec<_>>());
+        assert_eq!(sin.to_f32(), expected.iter().map(|a| a.sin() as f32).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn impossible_tables_are_refused() {
+        let ids = [[0i64; 4]];
+        let error = rope_tables(&ids, &[32, 32, 32], 2000.0).unwrap_err();
+        assert_eq!(error.to_string(), "ids have 4 axes, the model's rotary axes are [32, 32, 32]");
+        assert_eq!(rope_tables(&ids, &[2, 2, 3, 2], 2000.0), Err(PositionError::Odd(3)));
+        assert_eq!(rope_tables(&ids, &[2, 2, 0, 2], 2000.0), Err(PositionError::Odd(0)));
+        assert_eq!(rope_tables(&ids, &[2; 4], 0.0), Err(PositionError::Theta(0.0)));
+        assert!(rope_tables_1d(4, 64, f64::NAN).is_err());
+        assert_eq!(rope_tables_1d(4, 7, 1e6), Err(PositionError::Odd(7)));
+    }
+
+    /// From transformers' arithmetic in PyTorch at head_dim 128 and theta 1e6. Exact angles are 3e-5 away.
+    #[test]
+    fn one_axis_is_the_reference() {
+        let (cos, sin) = rope_tables_1d(512, 128, 1e6).unwrap();
+        assert_eq!(cos.shape, [512, 64]);
+        let (cos, sin) = (cos.to_f32(), sin.to_f32());
+        for (position, pair, c, s) in [
+            (1, 0, 0.54030234, 0.84147096),
+            (511, 0, -0.47167888, 0.8817704),
+            (511, 1, -0.97210956, -0.23452727),
+            (511, 5, -0.6517879, -0.7584013),
+            (300, 20, -0.65321624, -0.7571714),
+            (511, 63, 0.9999998, 0.00063411915),
+        ] {
+            let at = position * 64 + pair;
+            assert!((cos[at] - c).abs() < 1e-7 && (sin[at] - s).abs() < 1e-7, "{position}, {pair}");
+        }
+    }
+
+    #[test]
+    fn mask_is_causal_and_hides_padding() {
+        const M: f32 = MASKED;
+        let mask = text_mask(&[1, 1, 0, 0], PadKeys::Hidden);
+        assert_eq!(mask.shape, [1, 1, 4, 4]);
+        #[rustfmt::skip]
+        assert_eq!(mask.to_f32(), [
+            0.0, M, M, M,
+            0.0, 0.0, M, M,
+            0.0, 0.0, M, M,
+            0.0, 0.0, M, M,
+        ]);
+        let visible = text_mask(&[1, 1, 0, 0], PadKeys::Visible).to_f32();
+        assert_eq!(visible, text_mask(&[1; 4], PadKeys::Hidden).to_f32());
+        // Real rows do not depend on the choice, padding rows do.
+        assert_eq!(visible[..8], mask.to_f32()[..8]);
+        assert_ne!(visible[8..], mask.to_f32()[8..]);
+    }
+
+    #[test]
+    fn masked_scores_are_finite_in_f16_and_weigh_nothing() {
+        assert_eq!(f16::from_f32(MASKED).to_f32(), MASKED);
+        assert!(f16::from_f32(MASKED - 30000.0).is_finite());
+        assert_eq!((MASKED + 1000.0).exp(), 0.0);
+    }
+}

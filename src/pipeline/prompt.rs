@@ -198,3 +198,172 @@ fn plain_json(value: Value) -> Result<Value, TemplateError> {
 fn raise_exception(message: String) -> Result<Value, TemplateError> {
     Err(TemplateError::new(ErrorKind::InvalidOperation, message))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Three words, two special tokens; asks for truncation and padding of its own.
+    const TOKENIZER: &str = r#"{
+        "version": "1.0",
+        "truncation": {"direction": "Left", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+        "padding": {"strategy": {"Fixed": 9}, "direction": "Left", "pad_id": 0, "pad_type_id": 0, "pad_token": "?"},
+        "added_tokens": [
+            {"id": 4, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false,
+             "normalized": false, "special": true},
+            {"id": 5, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false,
+             "normalized": false, "special": true}],
+        "normalizer": null,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": {"type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [4], "tokens": ["<s>"]}}},
+        "decoder": null,
+        "model": {"type": "WordLevel", "vocab": {"?": 0, "a": 1, "red": 2, "cat": 3}, "unk_token": "?"}
+    }"#;
+    const TEMPLATE: &str = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}";
+
+    fn directory(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let directory = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            fs::write(directory.path().join(name), text).unwrap();
+        }
+        directory
+    }
+
+    fn load(files: &[(&str, &str)]) -> Result<PromptEncoder, PromptError> {
+        PromptEncoder::load(directory(files).path())
+    }
+
+    fn with_template(template: &str) -> Result<PromptEncoder, PromptError> {
+        load(&[("tokenizer.json", TOKENIZER), ("chat_template.jinja", template)])
+    }
+
+    fn render(template: &str, prompt: &str) -> String {
+        with_template(template).unwrap().render(&[Message::user(prompt)]).unwrap()
+    }
+
+    #[test]
+    fn pads_and_cuts_on_the_right_whatever_the_file_wishes() {
+        let encoder = with_template(TEMPLATE).unwrap();
+        let encoded = encoder.encode("a red cat", 7, 5).unwrap();
+        assert_eq!(encoded.ids, HostTensor::i64(&[1, 7], vec![4, 1, 2, 3, 5, 5, 5]));
+        assert_eq!(encoded.mask, HostTensor::i64(&[1, 7], vec![1, 1, 1, 1, 1, 0, 0]));
+        assert_eq!((encoded.tokens, encoded.truncated), (5, 0));
+
+        let cut = encoder.encode("a red cat", 3, 5).unwrap();
+        assert_eq!(cut.ids, HostTensor::i64(&[1, 3], vec![4, 1, 2]));
+        assert_eq!((cut.tokens, cut.truncated), (3, 2));
+        assert!(matches!(encoder.encode("a", 0, 5), Err(PromptError::NoRoom)));
+        assert_eq!(encoder.encode("", 3, 5).unwrap().tokens, 2);
+    }
+
+    #[test]
+    fn the_template_may_be_in_the_config() {
+        let config = serde_json::json!({ "chat_template": TEMPLATE }).to_string();
+        let encoder = load(&[("tokenizer.json", TOKENIZER), ("tokenizer_config.json", &config)]).unwrap();
+        assert_eq!(encoder.render(&[Message::user("x")]).unwrap(), "<s>x</s>");
+        // Its own file wins.
+        let files =
+            [("tokenizer.json", TOKENIZER), ("tokenizer_config.json", &config), ("chat_template.jinja", "y")];
+        assert_eq!(load(&files).unwrap().render(&[Message::user("x")]).unwrap(), "y");
+    }
+
+    #[test]
+    fn blocks_leave_no_lines_and_the_last_newline_goes() {
+        let template =
+            "{%- for m in messages %}\n  {% if true %}\n{{ m.role }}\n  {% endif %}\n{% endfor %}\n\n";
+        assert_eq!(render(template, "x"), "user\n");
+        assert_eq!(
+            render("{% if enable_thinking is defined and enable_thinking is false %}off{% endif %}", ""),
+            "off"
+        );
+        assert_eq!(
+            render("{% if add_generation_prompt %}{{ messages[0].content }}{% endif %}", " <&> "),
+            " <&> "
+        );
+    }
+
+    /// The constructs of the Qwen3 family's templates.
+    #[test]
+    fn templates_may_use_python() {
+        let content = "<think>\nhm\n</think>\n\nyes";
+        for (template, expected) in [
+            ("{{ messages[0].content.split('</think>')[-1].lstrip('\\n') }}", "yes"),
+            (
+                "{{ messages[0].content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].strip('\\n') }}",
+                "hm",
+            ),
+            (
+                "{{ messages[0].content.startswith('<think>') and not messages[0].content.endswith('no') }}",
+                "True",
+            ),
+            (
+                "{% set ns = namespace(n=0) %}{% for i in [1, 2, 3][::-1] %}{% set ns.n = ns.n * 10 + i %}{% endfor %}{{ ns.n }}",
+                "321",
+            ),
+            (
+                "{% for i in [5, 6] %}{{ loop.index0 }}{{ loop.first }}{% if loop.last %}.{% endif %}{% endfor %}",
+                "0True1False.",
+            ),
+            ("{{ messages[0] | tojson }}", r#"{"role":"user","content":"<think>\nhm\n</think>\n\nyes"}"#),
+            ("{{ messages[0].tool_calls is defined }}{{ none is none }}{{ tools }}", "FalseTrue"),
+            ("{{ messages | length - 1 }}{{ 'a' in 'cat' }}{{ messages[0].content is string }}", "0TrueTrue"),
+        ] {
+            assert_eq!(render(template, content).to_lowercase(), expected.to_lowercase(), "{template}");
+        }
+    }
+
+    #[test]
+    fn hostile_templates_end_in_an_error() {
+        assert!(matches!(with_template("{% for %}"), Err(PromptError::Template { .. })));
+        for template in [
+            "{{ raise_exception('no system role') }}",
+            "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+            "{% include '/etc/passwd' %}",
+            "{{ messages.nothing() }}",
+            "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        ] {
+            let error = with_template(template).unwrap().encode("x", 4, 0).unwrap_err();
+            assert!(matches!(error, PromptError::Template { .. }), "{template}: {error}");
+        }
+    }
+
+    #[test]
+    fn missing_and_malformed_files_are_named() {
+        let message = |files: &[(&str, &str)]| load(files).err().expect("refused").to_string();
+        assert!(message(&[]).contains("tokenizer.json"));
+        assert!(message(&[("tokenizer.json", TOKENIZER)]).contains("no chat template"));
+        let config = |text| message(&[("tokenizer.json", TOKENIZER), ("tokenizer_config.json", text)]);
+        assert!(config("{}").contains("no chat template"));
+        assert!(config("[1").contains("tokenizer_config.json"));
+        assert!(config(r#"{"chat_template": [{"name": "default"}]}"#).contains("not one string"));
+        for text in ["", "{}", "[]", "\u{feff}{}", &TOKENIZER[..300], &"[".repeat(100_000)] {
+            let files = [("tokenizer.json", text), ("chat_template.jinja", TEMPLATE)];
+            assert!(message(&files).contains("is not a tokenizer"), "{text:.20}");
+        }
+    }
+
+    #[test]
+    fn inconsistent_tokenizers_never_panic() {
+        for (from, to) in [
+            (r#""unk_token": "?""#, r#""unk_token": "absent""#),
+            (
+                r#""type": "Whitespace""#,
+                r#""type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": false"#,
+            ),
+            (r#""ids": [4]"#, r#""ids": []"#),
+            (r#""id": 4,"#, r#""id": 4294967295,"#),
+            (r#""cat": 3"#, r#""cat": 1"#),
+            (r#""stride": 0"#, r#""stride": 18446744073709551615"#),
+        ] {
+            let text = TOKENIZER.replace(from, to);
+            assert_ne!(text, TOKENIZER);
+            let files = [("tokenizer.json", &text[..]), ("chat_template.jinja", TEMPLATE)];
+            if let Ok(encoder) = load(&files) {
+                let _ = encoder.encode("a dog", 8, 0);
+            }
+        }
+    }
+}
