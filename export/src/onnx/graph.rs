@@ -1,6 +1,6 @@
 //! The graph: an arena of nodes and values with typed ids.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, path::PathBuf};
 
 use super::{
     node::Node,
@@ -48,6 +48,9 @@ pub struct Value {
 }
 
 /// A graph in execution order. Nodes are kept in the order in which they run; values are named uniquely.
+///
+/// The body of an If or Loop is a graph of its own. Where it uses a value of a graph around it, it has a value of that
+/// name that nothing in it defines.
 #[derive(Clone, Debug, Default)]
 pub struct Graph {
     pub name: String,
@@ -58,7 +61,8 @@ pub struct Graph {
     pub(crate) by_name: HashMap<String, ValueId>,
     pub inputs: Vec<ValueId>,
     pub outputs: Vec<ValueId>,
-    /// Carried along: doc string, metadata, quantization annotations, sparse initializers (nodes and values emptied).
+    /// Carried along: doc string, metadata, quantization annotations, sparse initializers, and of the initializers
+    /// what a [`Tensor`] does not hold (nodes and values emptied).
     pub extra: Option<Box<proto::GraphProto>>,
 }
 
@@ -70,11 +74,17 @@ pub struct Model {
     /// Operator-set domain ("" is the standard one) and version.
     pub opsets: Vec<(String, i64)>,
     pub producer: String,
+    /// The folder that external data lies in or below; set by the reader.
+    pub folder: Option<PathBuf>,
     /// Carried along: functions, training info, metadata (the graph emptied).
     pub extra: Option<Box<proto::ModelProto>>,
 }
 
 impl Graph {
+    pub fn new(name: &str) -> Graph {
+        Graph { name: name.to_owned(), ..Graph::default() }
+    }
+
     /// The value of that name, made when it does not exist.
     pub fn value(&mut self, name: &str) -> ValueId {
         if let Some(id) = self.by_name.get(name) {
@@ -123,6 +133,25 @@ impl Graph {
         self.nodes.extend(with.into_iter().map(Some));
         self.order.splice(place..=place, (first..first + count).map(NodeId));
     }
+
+    /// Takes a node out; its values stay, without a producer.
+    pub fn remove_node(&mut self, id: NodeId) -> Option<Node> {
+        self.order.retain(|n| *n != id);
+        self.nodes.get_mut(id.0 as usize)?.take()
+    }
+
+    /// Makes a value a graph output, behind the present ones, if it is not one yet. Its type, where known, becomes
+    /// the output's type.
+    pub fn add_output(&mut self, id: ValueId) {
+        let value = &mut self.values[id.0 as usize];
+        if let (None, Some(tensor)) = (&value.ty, &value.constant) {
+            let shape = Some(tensor.shape.iter().map(|dim| Dim::Fixed(*dim)).collect());
+            value.ty = Some(ValueType::Tensor { dtype: tensor.dtype, shape });
+        }
+        if !self.outputs.contains(&id) {
+            self.outputs.push(id);
+        }
+    }
 }
 
 impl std::ops::Index<ValueId> for Graph {
@@ -135,6 +164,13 @@ impl std::ops::Index<ValueId> for Graph {
 impl std::ops::IndexMut<ValueId> for Graph {
     fn index_mut(&mut self, id: ValueId) -> &mut Value {
         &mut self.values[id.0 as usize]
+    }
+}
+
+impl std::ops::IndexMut<NodeId> for Graph {
+    /// Panics if the node was removed.
+    fn index_mut(&mut self, id: NodeId) -> &mut Node {
+        self.nodes[id.0 as usize].as_mut().expect("the node was removed from this graph")
     }
 }
 

@@ -2,11 +2,26 @@
 //!
 //! This module knows no model architecture and no runtime.
 
+mod decode;
+mod encode;
+mod external;
 pub mod graph;
+pub mod links;
 pub mod node;
 pub mod proto;
+pub mod read;
+mod shards;
 pub mod tensor;
+mod tensor_proto;
+pub mod validate;
+pub mod write;
 
 pub use graph::{Dim, Graph, Model, NodeId, Value, ValueId, ValueType};
+pub use links::Links;
 pub use node::{Attribute, Node};
-pub use tensor::{Bytes, DType, Tensor};
+pub use read::{ReadError, read_model, read_model_bytes};
+pub use tensor::{Bytes, Compute, ComputeError, DType, MappedFile, Tensor};
+pub use validate::GraphError;
+pub use write::{
+    FileSummary, WriteError, WriteOptions, WriteSummary, model_bytes, write_model, write_model_with,
+};

@@ -1,6 +1,12 @@
 //! Tensors whose bytes may not exist yet: inline, a range of a mapped file, or computed when they are written.
 
-use std::{borrow::Cow, fmt, ops::Range, path::PathBuf, sync::Arc};
+use std::{
+    borrow::Cow,
+    fmt, fs, io,
+    ops::Range,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use bytes::Bytes as SharedBytes;
 use half::{bf16, f16};
@@ -59,6 +65,27 @@ impl DType {
     pub fn size(self) -> Option<usize> {
         DTYPES.iter().find(|d| d.0 == self).map(|d| d.2)
     }
+
+    /// The type of string tensors; see [`Tensor`] for their bytes.
+    pub const STRING: DType = DType::Other(8);
+
+    /// Bits per element in packed form; `None` for strings and for numbers that ONNX does not define.
+    pub fn bits(self) -> Option<usize> {
+        match self {
+            DType::Other(14) => Some(64),          // complex64
+            DType::Other(15) => Some(128),         // complex128
+            DType::Other(17..=20 | 24) => Some(8), // float8
+            DType::Other(21..=23) => Some(4),      // uint4, int4, float4
+            DType::Other(25 | 26) => Some(2),      // uint2, int2
+            other => other.size().map(|size| 8 * size),
+        }
+    }
+
+    /// Bytes of a tensor of this type and shape. `None` for strings, undefined types, and sizes that do not fit.
+    pub fn byte_len(self, shape: &[usize]) -> Option<usize> {
+        let elements = shape.iter().try_fold(1usize, |n, dim| n.checked_mul(*dim))?;
+        Some(elements.checked_mul(self.bits()?)?.div_ceil(8))
+    }
 }
 
 /// Why the bytes of a computed tensor could not be made.
@@ -115,6 +142,9 @@ impl Bytes {
             Bytes::Mapped { file, range } => Ok(Cow::Borrowed(&file.map[range.clone()])),
             Bytes::Computed { source, part, .. } => {
                 let mut parts = source.compute()?;
+                if *part >= parts.len() {
+                    return Err(format!("part {part} of {} computed parts", parts.len()).into());
+                }
                 Ok(Cow::Owned(parts.swap_remove(*part)))
             }
         }
@@ -131,7 +161,43 @@ impl fmt::Debug for Bytes {
     }
 }
 
+impl MappedFile {
+    /// Maps a file for reading. The file must not be truncated while it is mapped.
+    pub fn open(path: &Path) -> io::Result<MappedFile> {
+        // Asked before opening: opening a pipe would wait for its writer.
+        if !fs::metadata(path)?.is_file() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+        }
+        let file = fs::File::open(path)?;
+        // SAFETY: weights files are written once and then only read; see above.
+        let map = unsafe { Mmap::map(&file)? };
+        Ok(MappedFile { path: path.to_owned(), map })
+    }
+
+    /// Gives the pages that lie wholly in the range back to the system, so that a pass over a file that is larger
+    /// than memory stays small. They are read from the file again when they are next touched.
+    pub fn release(&self, range: Range<usize>) {
+        #[cfg(unix)]
+        {
+            const PAGE: usize = 4096;
+            let (start, end) = (range.start.next_multiple_of(PAGE), range.end / PAGE * PAGE);
+            if start < end && end <= self.map.len() {
+                // SAFETY: the mapping is shared, read-only and backed by the file, so dropped pages lose nothing.
+                // Advice that is refused (for example with larger pages) changes nothing.
+                let _ = unsafe {
+                    self.map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, end - start)
+                };
+            }
+        }
+        #[cfg(not(unix))]
+        let _ = range;
+    }
+}
+
 /// A constant: element type, dimensions, and bytes that may still be lazy.
+///
+/// Bytes are little-endian and in the packed form of ONNX `raw_data`. Strings have no such form; theirs are the
+/// `string_data` fields of a `TensorProto`, encoded.
 #[derive(Clone, Debug)]
 pub struct Tensor {
     pub dtype: DType,

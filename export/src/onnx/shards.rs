@@ -1,0 +1,148 @@
+//! Files under construction: written to a temporary name, hashed on the way, and given their names together at the end.
+
+use std::{
+    fs::{self, File},
+    io::{self, Write},
+    path::{Path, PathBuf},
+};
+
+use sha2::{Digest, Sha256};
+use tempfile::NamedTempFile;
+
+use super::write::{FileSummary, WriteError};
+
+/// Tensors of at least this size start on a page, which is what ONNX asks for so that they can be mapped.
+const PAGE: u64 = 4096;
+const PAGED_FROM: u64 = 64 << 10;
+/// Smaller ones, such as scales and zero points, start on a cache line: pages would be mostly padding.
+const CACHE_LINE: u64 = 64;
+
+/// One file that does not have its name yet. Dropped, it leaves nothing behind.
+pub(super) struct Output {
+    name: String,
+    path: PathBuf,
+    temporary: NamedTempFile,
+    hash: Sha256,
+    bytes: u64,
+}
+
+impl Output {
+    pub fn create(folder: &Path, name: String) -> Result<Output, WriteError> {
+        let path = folder.join(&name);
+        let mut builder = tempfile::Builder::new();
+        builder.prefix(".").suffix(".part");
+        // Temporary files are private by default; what is written here is as readable as any other file.
+        #[cfg(unix)]
+        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+        match builder.tempfile_in(folder) {
+            Ok(temporary) => Ok(Output { name, path, temporary, hash: Sha256::new(), bytes: 0 }),
+            // The random name would only confuse.
+            Err(error) => Err(WriteError::Io { file: path, source: error.kind_and_code() }),
+        }
+    }
+
+    pub fn write(&mut self, bytes: &[u8]) -> Result<(), WriteError> {
+        let written = self.temporary.as_file_mut().write_all(bytes);
+        written.map_err(|source| WriteError::Io { file: self.path.clone(), source })?;
+        self.hash.update(bytes);
+        self.bytes += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn sync(&self) -> Result<(), WriteError> {
+        let synced = self.temporary.as_file().sync_all();
+        synced.map_err(|source| WriteError::Io { file: self.path.clone(), source })
+    }
+}
+
+/// `tempfile` adds the temporary path to its errors.
+trait Plain {
+    fn kind_and_code(self) -> io::Error;
+}
+
+impl Plain for io::Error {
+    fn kind_and_code(self) -> io::Error {
+        match self.raw_os_error().or_else(|| {
+            let source = self.get_ref()?.source()?.downcast_ref::<io::Error>()?;
+            source.raw_os_error()
+        }) {
+            Some(code) => io::Error::from_raw_os_error(code),
+            None => self,
+        }
+    }
+}
+
+/// Where a tensor was put.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    pub shard: usize,
+    pub offset: u64,
+}
+
+/// The data files of one model.
+pub(super) struct Shards {
+    folder: PathBuf,
+    stem: String,
+    limit: u64,
+    files: Vec<Output>,
+}
+
+impl Shards {
+    pub fn new(folder: &Path, stem: &str, limit: u64) -> Shards {
+        Shards { folder: folder.to_owned(), stem: stem.to_owned(), limit, files: Vec::new() }
+    }
+
+    pub fn name(stem: &str, shard: usize) -> String {
+        format!("{stem}-{shard:05}.data")
+    }
+
+    /// Makes room for a tensor: the last file, padded to the tensor's alignment, or a new one. A tensor that is
+    /// larger than a shard may be gets one to itself.
+    pub fn begin(&mut self, len: u64) -> Result<Place, WriteError> {
+        let align = if len >= PAGED_FROM { PAGE } else { CACHE_LINE };
+        if let Some(file) = self.files.last_mut() {
+            let offset = file.bytes.next_multiple_of(align);
+            if offset.saturating_add(len) <= self.limit {
+                let padding = (offset - file.bytes) as usize;
+                file.write(&[0; PAGE as usize][..padding])?;
+                return Ok(Place { shard: self.files.len() - 1, offset });
+            }
+            file.sync()?;
+        }
+        let name = Shards::name(&self.stem, self.files.len());
+        self.files.push(Output::create(&self.folder, name)?);
+        Ok(Place { shard: self.files.len() - 1, offset: 0 })
+    }
+
+    /// Appends to the tensor begun last.
+    pub fn write(&mut self, bytes: &[u8]) -> Result<(), WriteError> {
+        match self.files.last_mut() {
+            Some(file) => file.write(bytes),
+            None => Ok(()),
+        }
+    }
+
+    /// Puts all files in place, the graph last: a graph file that is there has its data. If one of them cannot be
+    /// renamed, those that were are removed.
+    pub fn publish(mut self, graph: Output) -> Result<Vec<FileSummary>, WriteError> {
+        let folder = self.folder;
+        self.files.push(graph);
+        self.files.iter().try_for_each(Output::sync)?;
+        let mut summaries: Vec<FileSummary> = Vec::new();
+        for output in self.files {
+            if let Err(error) = output.temporary.persist(&output.path) {
+                for summary in summaries {
+                    let _ = fs::remove_file(folder.join(summary.name));
+                }
+                return Err(WriteError::Io { file: output.path, source: error.error });
+            }
+            let sha256 = output.hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+            summaries.push(FileSummary { name: output.name, bytes: output.bytes, sha256 });
+        }
+        // The names are safe once the folder is. Systems that cannot open folders have no need to.
+        if let Ok(opened) = File::open(&folder) {
+            let _ = opened.sync_all();
+        }
+        Ok(summaries)
+    }
+}
