@@ -1,1 +1,16 @@
 //! ONNX Runtime: the only module that names the `ort` crate.
+//!
+//! [`Runtime::start`] loads the libraries and chooses a provider, [`Runtime::open`] makes one session, a [`Stage`].
+//! A stage borrows its runtime, so that a second one cannot live beside it.
+
+mod assignment;
+mod device;
+mod env;
+mod error;
+mod stage;
+mod vulkan;
+
+pub use device::{Device, DeviceKind, Provider, Runtime, RuntimeOptions};
+pub use error::RuntimeError;
+pub use stage::{Stage, StageModel, TensorInfo};
+pub use vulkan::{Adapter, adapters};

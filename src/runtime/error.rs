@@ -1,0 +1,58 @@
+//! What can go wrong between the bundle and the device.
+
+use std::path::PathBuf;
+
+/// An error of the runtime; every one that concerns a stage names it.
+#[derive(Debug, thiserror::Error)]
+pub enum RuntimeError {
+    #[error("{file} is in none of: {}; `make setup` fetches it, or set VIADUCT_RUNTIME to its directory", list(looked_in))]
+    LibraryMissing { file: &'static str, looked_in: Vec<PathBuf> },
+    #[error("{}: {reason}; `make setup` fetches the version that this program was built for", path.display())]
+    LibraryUnusable { path: PathBuf, reason: String },
+    #[error("no adapter for WebGPU: {reason}; `--ep cpu` runs without one")]
+    NoAdapter { reason: String },
+    #[error("stage {stage}: the session could not be made: {reason}")]
+    Open { stage: String, reason: String },
+    /// Nodes that the WebGPU provider left to the CPU; graphs must not need one.
+    #[error("stage {stage}: {} would run on the CPU: {}", count(nodes.len()), nodes.join(", "))]
+    CpuNodes { stage: String, nodes: Vec<String> },
+    #[error("stage {stage}: tensor {tensor}: expected {expected}, got {got}")]
+    BadTensor { stage: String, tensor: String, expected: String, got: String },
+    #[error("stage {stage} has no {role} {tensor}; it has: {known}")]
+    UnknownTensor { stage: String, role: &'static str, tensor: String, known: String },
+    #[error("stage {stage}: input {tensor} was neither bound nor given")]
+    InputMissing { stage: String, tensor: String },
+    #[error("stage {stage}: the run failed: {reason}")]
+    Run { stage: String, reason: String },
+    #[error("stage {stage}: the device was lost: {reason}")]
+    DeviceLost { stage: String, reason: String },
+}
+
+impl RuntimeError {
+    /// The exit code of the process that ends with this error: 6 for a lost, unfit or absent device, else 1.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            RuntimeError::NoAdapter { .. } | RuntimeError::DeviceLost { .. } | RuntimeError::CpuNodes { .. } => 6,
+            _ => 1,
+        }
+    }
+
+    /// The error of a failed run, recognised by its message: ONNX Runtime has no code for a lost device.
+    pub(super) fn from_run(stage: &str, reason: String) -> RuntimeError {
+        let stage = stage.to_owned();
+        let lower = reason.to_lowercase();
+        if ["device was destroyed", "device is lost", "device lost", "device_lost"].iter().any(|m| lower.contains(m)) {
+            RuntimeError::DeviceLost { stage, reason }
+        } else {
+            RuntimeError::Run { stage, reason }
+        }
+    }
+}
+
+fn list(paths: &[PathBuf]) -> String {
+    paths.iter().map(|p| p.display().to_string()).collect::<Vec<_>>().join(", ")
+}
+
+fn count(nodes: usize) -> String {
+    if nodes == 1 { "1 node".to_owned() } else { format!("{nodes} nodes") }
+}

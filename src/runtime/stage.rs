@@ -1,0 +1,330 @@
+//! One session: made from a model, run many times, dropped.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Display,
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use ort::{
+    memory::{AllocationDevice, AllocatorType, MemoryInfo, MemoryType},
+    session::{
+        IoBinding, Session,
+        builder::{GraphOptimizationLevel, SessionBuilder},
+    },
+    value::{DynValue, Outlet, PrimitiveTensorElementType, Tensor, TensorElementType, ValueType},
+};
+use viaduct_export::onnx::{DType, Dim};
+
+use super::{Device, Provider, Runtime, RuntimeError, assignment};
+use crate::tensor::{HostTensor, Values};
+
+/// A model to open.
+pub struct StageModel<'m> {
+    /// The stage's name in messages.
+    pub name: &'m str,
+    /// A serialized `ModelProto`; its large tensors may lie in external files.
+    pub bytes: Vec<u8>,
+    /// Where those files are.
+    pub folder: &'m Path,
+}
+
+/// An input or output of a stage.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorInfo {
+    pub name: String,
+    pub dtype: DType,
+    pub shape: Vec<Dim>,
+}
+
+/// A live session. It borrows the [`Runtime`], so that there is one at a time; dropping it returns its memory.
+///
+/// ```compile_fail,E0499
+/// # use viaduct::runtime::{Runtime, RuntimeError, StageModel};
+/// fn two(runtime: &mut Runtime, a: StageModel, b: StageModel) -> Result<(), RuntimeError> {
+///     let first = runtime.open(a)?;
+///     let second = runtime.open(b)?; // the runtime is lent to `first`
+///     drop(first);
+///     Ok(())
+/// }
+/// ```
+pub struct Stage<'r> {
+    name: String,
+    device: &'r Device,
+    /// Holds the device's copies of inputs. Declared before the session, so that they are released first: a device
+    /// tensor that outlives its session aborts the process when it is touched.
+    binding: IoBinding,
+    session: Session,
+    host: MemoryInfo<'static>,
+    inputs: Vec<TensorInfo>,
+    outputs: Vec<TensorInfo>,
+    /// Shapes of the inputs that stay bound.
+    bound: BTreeMap<String, Vec<usize>>,
+    nodes: BTreeMap<String, usize>,
+    load_time: Duration,
+}
+
+impl Runtime {
+    /// Makes a session of the model on the runtime's device. With WebGPU, a node that would run on the CPU is an error.
+    pub fn open(&mut self, model: StageModel<'_>) -> Result<Stage<'_>, RuntimeError> {
+        let start = Instant::now();
+        let stage = model.name;
+        let session = self.session(&model).map_err(|reason| self.open_error(stage, reason))?;
+        drop(model.bytes);
+        let failed = |e: ort::Error| RuntimeError::Open { stage: stage.to_owned(), reason: e.message().to_owned() };
+        let assignment = assignment::read(&session).map_err(failed)?;
+        if self.device.provider == Provider::WebGpu && !assignment.on_cpu.is_empty() {
+            return Err(RuntimeError::CpuNodes { stage: stage.to_owned(), nodes: assignment.on_cpu });
+        }
+        let info = |outlets: &[Outlet]| outlets.iter().map(|o| describe(stage, o)).collect::<Result<Vec<_>, _>>();
+        Ok(Stage {
+            name: stage.to_owned(),
+            device: &self.device,
+            binding: session.create_binding().map_err(failed)?,
+            host: MemoryInfo::new(AllocationDevice::CPU, 0, AllocatorType::Device, MemoryType::CPUOutput)
+                .map_err(failed)?,
+            inputs: info(session.inputs())?,
+            outputs: info(session.outputs())?,
+            session,
+            bound: BTreeMap::new(),
+            nodes: assignment.nodes,
+            load_time: start.elapsed(),
+        })
+    }
+
+    fn session(&self, model: &StageModel<'_>) -> Result<Session, String> {
+        let entry = |builder: SessionBuilder, key: &str, value: &str| {
+            builder.with_config_entry(key, value).map_err(text)
+        };
+        let builder = Session::builder(&self.env.ort).map_err(text)?;
+        let builder = builder.with_optimization_level(GraphOptimizationLevel::All).map_err(text)?;
+        let folder = model.folder.to_string_lossy();
+        let builder = entry(builder, "session.model_external_initializers_file_folder_path", &folder)?;
+        let builder = entry(builder, "session.record_ep_graph_assignment_info", "1")?;
+        // Threads that spin while they wait take the cores from a software adapter, and heat up the rest.
+        let mut builder = entry(builder, "session.intra_op.allow_spinning", "0")?;
+        if self.device.provider == Provider::WebGpu {
+            // An empty list of devices would be accepted, and would run on the CPU.
+            let device = self.ort_device().ok_or("the plugin offers no device")?;
+            let options = [("storageBufferCacheMode", "simple")];
+            let options = options.map(|(k, v)| (format!("{}.{k}", super::env::WEBGPU), v.to_owned()));
+            builder = builder.with_devices([device], Some(&options)).map_err(text)?;
+            builder = builder.with_disable_cpu_fallback().map_err(text)?;
+        }
+        builder.commit_from_memory(&model.bytes).map_err(text)
+    }
+
+    fn open_error(&self, stage: &str, reason: String) -> RuntimeError {
+        if reason.contains("Failed to get a WebGPU adapter") {
+            return RuntimeError::NoAdapter { reason };
+        }
+        RuntimeError::Open { stage: stage.to_owned(), reason }
+    }
+}
+
+impl Stage<'_> {
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub fn device(&self) -> &Device {
+        self.device
+    }
+
+    pub fn inputs(&self) -> &[TensorInfo] {
+        &self.inputs
+    }
+
+    pub fn outputs(&self) -> &[TensorInfo] {
+        &self.outputs
+    }
+
+    /// How many nodes each execution provider runs, after ONNX Runtime's own optimisations.
+    pub fn nodes(&self) -> &BTreeMap<String, usize> {
+        &self.nodes
+    }
+
+    /// How long it took to make the session. Shaders are compiled later, in the first run.
+    pub fn load_time(&self) -> Duration {
+        self.load_time
+    }
+
+    /// Uploads an input that stays on the device for every run, until it is bound again.
+    pub fn bind(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
+        self.bound.remove(name);
+        self.check(&[(name, tensor)])?;
+        self.upload(name, tensor)?;
+        self.bound.insert(name.to_owned(), tensor.shape.clone());
+        Ok(())
+    }
+
+    /// Runs the graph once and reads the named outputs back, in that order. Every input must be bound or given.
+    pub fn run(
+        &mut self,
+        inputs: &[(&str, &HostTensor)],
+        outputs: &[&str],
+    ) -> Result<Vec<HostTensor>, RuntimeError> {
+        self.check(inputs)?;
+        let given: BTreeSet<&str> = inputs.iter().map(|i| i.0).collect();
+        let known = |name: &str| given.contains(name) || self.bound.contains_key(name);
+        if let Some(missing) = self.inputs.iter().find(|i| !known(&i.name)) {
+            return Err(RuntimeError::InputMissing { stage: self.name.clone(), tensor: missing.name.clone() });
+        }
+        for name in outputs {
+            find(&self.name, "output", &self.outputs, name)?;
+        }
+        for (name, tensor) in inputs {
+            self.upload(name, tensor)?;
+        }
+        self.binding.clear_outputs();
+        let failed = |e: ort::Error| RuntimeError::from_run(&self.name, e.message().to_owned());
+        for name in outputs {
+            self.binding.bind_output_to_device(*name, &self.host).map_err(failed)?;
+        }
+        let values = self.session.run_binding(&self.binding).map_err(failed)?;
+        outputs.iter().map(|name| download(&self.name, name, values.get(name))).collect()
+    }
+
+    /// Binding copies the values to the device at once; a value bound under the same name before is released.
+    fn upload(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
+        let bound = match &tensor.values {
+            Values::F32(v) => bind(&mut self.binding, name, &tensor.shape, v),
+            Values::F16(v) => bind(&mut self.binding, name, &tensor.shape, v),
+            Values::I64(v) => bind(&mut self.binding, name, &tensor.shape, v),
+            Values::U8(v) => bind(&mut self.binding, name, &tensor.shape, v),
+        };
+        bound.map_err(|e| RuntimeError::from_run(&self.name, format!("input {name}: {}", e.message())))
+    }
+
+    /// Compares inputs with the session's: names, element types, ranks, sizes, and that a symbol means one size.
+    fn check(&self, inputs: &[(&str, &HostTensor)]) -> Result<(), RuntimeError> {
+        let mut symbols: BTreeMap<&str, (usize, &str)> = BTreeMap::new();
+        let bound = self.bound.iter().map(|(name, shape)| (name.as_str(), shape.as_slice()));
+        let given = inputs.iter().map(|(name, tensor)| (*name, tensor.shape.as_slice()));
+        for (name, shape) in bound.chain(given) {
+            let info = find(&self.name, "input", &self.inputs, name)?;
+            let bad = |expected: String| RuntimeError::BadTensor {
+                stage: self.name.clone(),
+                tensor: name.to_owned(),
+                expected,
+                got: format!("{shape:?}"),
+            };
+            if shape.len() != info.shape.len() {
+                return Err(bad(format!("rank {}", info.shape.len())));
+            }
+            for (axis, (size, dim)) in shape.iter().zip(&info.shape).enumerate() {
+                match dim {
+                    Dim::Fixed(expected) if expected != size => {
+                        return Err(bad(format!("{expected} on axis {axis}")));
+                    }
+                    Dim::Symbol(symbol) => {
+                        let first = *symbols.entry(symbol).or_insert((*size, name));
+                        if first.0 != *size {
+                            return Err(bad(format!("{symbol} = {} on axis {axis} as in {}", first.0, first.1)));
+                        }
+                    }
+                    Dim::Fixed(_) | Dim::Unknown => {}
+                }
+            }
+        }
+        for (name, tensor) in inputs {
+            let info = find(&self.name, "input", &self.inputs, name)?;
+            let got = dtype(&tensor.values);
+            let bad = |expected: String, got: String| RuntimeError::BadTensor {
+                stage: self.name.clone(),
+                tensor: (*name).to_owned(),
+                expected,
+                got,
+            };
+            if got != info.dtype {
+                return Err(bad(format!("{:?}", info.dtype), format!("{got:?}")));
+            }
+            if self.bound.contains_key(*name) {
+                return Err(bad("the value that is bound".to_owned(), "another for this run".to_owned()));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn bind<T>(binding: &mut IoBinding, name: &str, shape: &[usize], values: &[T]) -> ort::Result<()>
+where
+    T: PrimitiveTensorElementType + Clone + std::fmt::Debug + Copy + 'static,
+{
+    // An owned copy: a session on the CPU reads it in place for as long as it is bound.
+    binding.bind_input(name, &Tensor::from_array((shape.to_vec(), values.to_vec()))?)
+}
+
+fn download(stage: &str, name: &str, value: Option<&DynValue>) -> Result<HostTensor, RuntimeError> {
+    let failed = |reason: String| RuntimeError::Run { stage: stage.to_owned(), reason: format!("output {name}: {reason}") };
+    let value = value.ok_or_else(|| failed("not returned".to_owned()))?;
+    fn read<T: PrimitiveTensorElementType + Copy>(value: &DynValue) -> ort::Result<(Vec<usize>, Vec<T>)> {
+        let (shape, values) = value.try_extract_tensor::<T>()?;
+        Ok((shape.iter().map(|d| *d as usize).collect(), values.to_vec()))
+    }
+    let error = |e: ort::Error| failed(e.message().to_owned());
+    let (shape, values) = match value.dtype().tensor_type() {
+        Some(TensorElementType::Float32) => read(value).map(|(s, v)| (s, Values::F32(v))).map_err(error)?,
+        Some(TensorElementType::Float16) => read(value).map(|(s, v)| (s, Values::F16(v))).map_err(error)?,
+        Some(TensorElementType::Int64) => read(value).map(|(s, v)| (s, Values::I64(v))).map_err(error)?,
+        Some(TensorElementType::Uint8) => read(value).map(|(s, v)| (s, Values::U8(v))).map_err(error)?,
+        other => return Err(failed(format!("its type {other:?} cannot be read back"))),
+    };
+    Ok(HostTensor { shape, values })
+}
+
+fn find<'i>(
+    stage: &str,
+    role: &'static str,
+    known: &'i [TensorInfo],
+    name: &str,
+) -> Result<&'i TensorInfo, RuntimeError> {
+    known.iter().find(|i| i.name == name).ok_or_else(|| RuntimeError::UnknownTensor {
+        stage: stage.to_owned(),
+        role,
+        tensor: name.to_owned(),
+        known: known.iter().map(|i| i.name.as_str()).collect::<Vec<_>>().join(", "),
+    })
+}
+
+fn describe(stage: &str, outlet: &Outlet) -> Result<TensorInfo, RuntimeError> {
+    let ValueType::Tensor { ty, shape, dimension_symbols } = outlet.dtype() else {
+        let reason = format!("{} is no tensor", outlet.name());
+        return Err(RuntimeError::Open { stage: stage.to_owned(), reason });
+    };
+    let dim = |(size, symbol): (&i64, &String)| match usize::try_from(*size) {
+        Ok(size) => Dim::Fixed(size),
+        Err(_) if symbol.is_empty() => Dim::Unknown,
+        Err(_) => Dim::Symbol(symbol.clone()),
+    };
+    let shape = shape.iter().zip(dimension_symbols.iter()).map(dim).collect();
+    Ok(TensorInfo { name: outlet.name().to_owned(), dtype: DType::from_onnx(onnx_number(*ty)), shape })
+}
+
+fn dtype(values: &Values) -> DType {
+    match values {
+        Values::F32(_) => DType::F32,
+        Values::F16(_) => DType::F16,
+        Values::I64(_) => DType::I64,
+        Values::U8(_) => DType::U8,
+    }
+}
+
+/// The number of an element type in `TensorProto.DataType`.
+fn onnx_number(ty: TensorElementType) -> i32 {
+    match ty {
+        TensorElementType::Float32 => 1,
+        TensorElementType::Uint8 => 2,
+        TensorElementType::Int8 => 3,
+        TensorElementType::Int32 => 6,
+        TensorElementType::Int64 => 7,
+        TensorElementType::Bool => 9,
+        TensorElementType::Float16 => 10,
+        _ => 0,
+    }
+}
+
+fn text<E: Display>(error: E) -> String {
+    error.to_string()
+}
