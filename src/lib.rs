@@ -1,7 +1,9 @@
 //! Runs Viaduct bundles: one ONNX Runtime session at a time, on any Vulkan GPU.
 
 pub mod atomic_file;
+pub mod cli;
 pub mod npy;
 pub mod pipeline;
 pub mod runtime;
 pub mod tensor;
+pub mod verify;

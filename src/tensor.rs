@@ -64,4 +64,27 @@ impl HostTensor {
         self.shape = shape.to_vec();
         self
     }
+
+    /// Entry `index` along the first axis, without that axis. Panics if there is no such entry.
+    pub fn row(&self, index: usize) -> HostTensor {
+        let shape = &self.shape[1..];
+        let size: usize = shape.iter().product();
+        let range = index * size..(index + 1) * size;
+        let values = match &self.values {
+            Values::F32(v) => Values::F32(v[range].to_vec()),
+            Values::F16(v) => Values::F16(v[range].to_vec()),
+            Values::I64(v) => Values::I64(v[range].to_vec()),
+            Values::U8(v) => Values::U8(v[range].to_vec()),
+        };
+        HostTensor::new(shape, values)
+    }
+
+    /// Every value twice in a row, as f32: the last axis doubles.
+    pub fn each_twice(&self) -> HostTensor {
+        let mut shape = self.shape.clone();
+        if let Some(last) = shape.last_mut() {
+            *last *= 2;
+        }
+        HostTensor::f32(&shape, self.to_f32().into_iter().flat_map(|x| [x, x]).collect())
+    }
 }

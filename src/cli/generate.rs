@@ -1,6 +1,6 @@
 //! `viaduct generate`
 
-use std::{fs, path::PathBuf, time::Instant};
+use std::{collections::BTreeMap, fs, path::PathBuf, time::Instant};
 
 use anyhow::Context;
 use clap::Args;
@@ -13,7 +13,7 @@ use crate::{
     pipeline::{
         dump::Dump,
         event::{Event, Listener},
-        flux2::{Flux2, Noise, Request, Run},
+        flux2::{Flux2, Noise, Request, Run, Watch},
         image::{Picture, Provenance},
         probe::{NoProbe, Probe},
         size::{Size, TypedSize},
@@ -90,7 +90,9 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         Some(dump) => dump,
         None => &mut nothing,
     };
-    let image = flux2.draw(&request, &mut Run { runtime: &mut runtime, listener: &mut progress, probe })?;
+    let mut run = Run { runtime: &mut runtime, watch: Watch::new(&mut progress, probe) };
+    let image = flux2.draw(&request, &mut run)?;
+    let nodes = run.watch.nodes;
     let picture = Picture::from_tensor(&image)?;
     if let Some(dump) = dump {
         dump.finish(&image)?;
@@ -99,7 +101,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let existing = if arguments.force { Existing::Replace } else { Existing::Keep };
     atomic_file::write(&arguments.out, existing, &picture.to_png(&provenance.texts())?)?;
     drop(progress);
-    report(arguments, &request, &runtime, started.elapsed().as_secs_f64());
+    report(arguments, &request, &runtime, &nodes, started.elapsed().as_secs_f64());
     Ok(())
 }
 
@@ -178,14 +180,20 @@ fn provenance(arguments: &Arguments, request: &Request, bundle: &Bundle) -> Prov
     }
 }
 
-fn report(arguments: &Arguments, request: &Request, runtime: &Runtime, seconds: f64) {
+fn report(
+    arguments: &Arguments,
+    request: &Request,
+    runtime: &Runtime,
+    nodes: &BTreeMap<String, usize>,
+    seconds: f64,
+) {
     let device = runtime.device();
     let seed = seed_of(request);
     if arguments.json {
         let report = serde_json::json!({
             "image": arguments.out, "seed": seed, "width": request.size.width(), "height": request.size.height(),
             "steps": request.steps, "ep": device.provider.to_string(), "adapter": device.name,
-            "cpu_nodes": runtime.cpu_nodes(), "seconds": seconds,
+            "nodes": nodes, "seconds": seconds,
         });
         println!("{report}");
     } else {

@@ -2,7 +2,7 @@
 //!
 //! Source of the order of operations: diffusers' Flux2KleinPipeline.
 
-use std::time::Instant;
+use std::{collections::BTreeMap, time::Instant};
 
 use viaduct_export::{
     arch::flux2::parameters::Parameters,
@@ -14,7 +14,7 @@ use super::{
     event::{Event, Listener},
     image::{ImageError, check_finite, check_varied},
     noise::{LatentError, draw_latents, pack_latents, unpack_latents},
-    position::{PositionError, image_ids, rope_tables, rope_tables_1d, text_ids, text_mask},
+    position::{PadKeys, PositionError, image_ids, rope_tables, rope_tables_1d, text_ids, text_mask},
     probe::Probe,
     prompt::{EncodedPrompt, PromptEncoder, PromptError},
     schedule::{Schedule, ScheduleError, time_embedding},
@@ -77,11 +77,28 @@ pub struct Flux2<'a> {
     prompts: PromptEncoder,
 }
 
-/// One run: where it computes, who hears of it and who looks into it.
+/// One run: where it computes, and who watches.
 pub struct Run<'a> {
     pub runtime: &'a mut Runtime,
+    pub watch: Watch<'a>,
+}
+
+/// Who hears of a run and who looks into it.
+pub struct Watch<'a> {
     pub listener: &'a mut dyn Listener,
     pub probe: &'a mut dyn Probe,
+    /// Nodes that each execution provider ran, over all stages.
+    pub nodes: BTreeMap<String, usize>,
+}
+
+impl<'a> Watch<'a> {
+    pub fn new(listener: &'a mut dyn Listener, probe: &'a mut dyn Probe) -> Watch<'a> {
+        Watch { listener, probe, nodes: BTreeMap::new() }
+    }
+
+    fn boundary(&mut self, name: &str, tensor: HostTensor) -> HostTensor {
+        self.probe.boundary(name, tensor)
+    }
 }
 
 impl<'a> Flux2<'a> {
@@ -101,7 +118,7 @@ impl<'a> Flux2<'a> {
         let embeds = self.encode(&prompt, run)?;
         let schedule = Schedule::flux2(request.size.tokens(), request.steps)?;
         let sigmas = HostTensor::f32(&[request.steps + 1], schedule.sigmas().to_vec());
-        run.probe.boundary("sigmas", sigmas);
+        run.watch.boundary("sigmas", sigmas);
         let modulations = self.modulate(&schedule, run)?;
         let latents = self.denoise(request, &schedule, &modulations, &embeds, run)?;
         self.decode(&latents, request.size, run)
@@ -113,13 +130,13 @@ impl<'a> Flux2<'a> {
         let mut encoded = self.prompts.encode(prompt, text.length, pad)?;
         if encoded.truncated > 0 {
             let EncodedPrompt { tokens, truncated, .. } = encoded;
-            run.listener.on_event(Event::warning(format!(
+            run.watch.listener.on_event(Event::warning(format!(
                 "the prompt is cut: {tokens} tokens are kept, {truncated} at its end are lost (this model reads {})",
                 text.length
             )));
         }
-        encoded.ids = run.probe.boundary("input_ids", encoded.ids);
-        encoded.mask = run.probe.boundary("attention_mask", encoded.mask);
+        encoded.ids = run.watch.boundary("input_ids", encoded.ids);
+        encoded.mask = run.watch.boundary("attention_mask", encoded.mask);
         Ok(encoded)
     }
 
@@ -128,15 +145,16 @@ impl<'a> Flux2<'a> {
         let text = &self.parameters.text;
         let path = self.bundle.path(&text.embedding.file)?;
         let embeds = gather_rows(&path, &text.embedding, &prompt.ids)?;
-        let mask = text_mask(&prompt.mask, text.mask_padding);
+        let pad_keys = if text.mask_padding { PadKeys::Hidden } else { PadKeys::Visible };
+        let mask = text_mask(&prompt.mask, pad_keys);
         let (cos, sin) = rope_tables_1d(text.length, text.head_dim, text.rope_theta)?;
-        let mut stage = self.stage("text_encoder", &[], run)?;
+        let mut stage = self.stage("text_encoder", &[], run.runtime, &mut run.watch)?;
         let inputs =
             [("inputs_embeds", &embeds), ("mask", &mask), ("rope_cos", &cos), ("rope_sin", &sin)];
         let embeds = stage.run(&inputs, &["prompt_embeds"])?.remove(0);
         drop(stage);
         check_finite("text_encoder", None, &embeds)?;
-        Ok(run.probe.boundary("prompt_embeds", embeds))
+        Ok(run.watch.boundary("prompt_embeds", embeds))
     }
 
     /// Everything that depends on the step alone, for all steps in one run.
@@ -146,13 +164,13 @@ impl<'a> Flux2<'a> {
         let steps = &schedule.sigmas()[..schedule.steps()];
         let times = steps.iter().flat_map(|s| time_embedding(*s, channels, transformer.time_order)).collect();
         let times = HostTensor::f32(&[steps.len(), channels], times);
-        let mut stage = self.stage("modulation", &[("steps", steps.len())], run)?;
+        let mut stage = self.stage("modulation", &[("steps", steps.len())], run.runtime, &mut run.watch)?;
         let outputs = ["dit_temb", MODULATIONS[0], MODULATIONS[1], MODULATIONS[2], MODULATIONS[3]];
         let mut tensors = stage.run(&[("time_embedding", &times)], &outputs)?;
         drop(stage);
         let temb = tensors.remove(0);
         check_finite("modulation", None, &temb)?;
-        run.probe.boundary("dit_temb", temb.row(0));
+        run.watch.boundary("dit_temb", temb.row(0));
         Ok(MODULATIONS.into_iter().zip(tensors).collect())
     }
 
@@ -164,12 +182,13 @@ impl<'a> Flux2<'a> {
         embeds: &HostTensor,
         run: &mut Run<'_>,
     ) -> Result<HostTensor, Flux2Error> {
-        let noise = run.probe.boundary("noise_nchw", self.noise(request)?);
+        let noise = run.watch.boundary("noise_nchw", self.noise(request)?);
         let mut latents = pack_latents(&noise)?;
-        let (cos, sin) = self.joint_tables(request.size, run.probe)?;
+        let (cos, sin) = self.joint_tables(request.size, run.watch.probe)?;
         let tokens = request.size.tokens();
         let bound = [("image_seq", tokens), ("joint_seq", self.parameters.text.length + tokens)];
-        let mut stage = self.stage("transformer", &bound, run)?;
+        let mut stage = self.stage("transformer", &bound, run.runtime, &mut run.watch)?;
+        let exposed = self.exposed(&stage)?;
         // What stays the same over the steps is uploaded once.
         for (name, tensor) in [("prompt_embeds", embeds), ("rope_cos", &cos), ("rope_sin", &sin)] {
             stage.bind(name, tensor)?;
@@ -180,14 +199,14 @@ impl<'a> Flux2<'a> {
             let rows: Vec<(&str, HostTensor)> = modulations.iter().map(|(n, t)| (*n, t.row(step))).collect();
             let mut inputs = vec![("latents", &latents)];
             inputs.extend(rows.iter().map(|(name, row)| (*name, row)));
-            let internals = if step == 0 { stage.exposed().to_vec() } else { Vec::new() };
-            let velocity = run_and_probe(&mut stage, &inputs, "pred", &internals, run.probe)?;
+            let wanted = if step == 0 { &exposed[..] } else { &[] };
+            let velocity = run_and_probe(&mut stage, &inputs, "pred", wanted, &mut run.watch)?;
             check_finite("transformer", Some(step), &velocity)?;
-            let velocity = run.probe.boundary(&format!("pred_step{step}"), velocity);
+            let velocity = run.watch.boundary(&format!("pred_step{step}"), velocity);
             schedule.euler_step(step, &mut latents, &velocity)?;
-            latents = run.probe.boundary(&format!("latents_step{step}"), latents);
+            latents = run.watch.boundary(&format!("latents_step{step}"), latents);
             let seconds = started.elapsed().as_secs_f64();
-            run.listener.on_event(Event::Step { index: step + 1, count, seconds });
+            run.watch.listener.on_event(Event::Step { index: step + 1, count, seconds });
         }
         drop(stage);
         check_varied("transformer", Some(count - 1), &latents)?;
@@ -235,42 +254,55 @@ impl<'a> Flux2<'a> {
             ("mid_height", height),
             ("mid_width", width),
         ];
-        let mut stage = self.stage("vae_pre", &bound, run)?;
-        let attends = self.parameters.vae.attention_rows.is_some();
-        let mut outputs: Vec<String> = if attends { ["q", "kt", "v"].map(str::to_owned).to_vec() } else { vec![] };
-        outputs.extend(stage.exposed().iter().cloned());
-        let mut attention_inputs = Vec::new();
-        let mut residual = {
-            let residual = run_and_collect(&mut stage, &[("latents", &latents)], "vae_mid_res0", &outputs, |name, tensor| {
-                match name {
-                    "q" | "kt" | "v" => attention_inputs.push(tensor),
-                    _ => drop(run.probe.boundary(name, tensor)),
-                }
-            })?;
-            drop(stage);
-            run.probe.boundary("vae_mid_res0", residual)
-        };
-        let mut attended = match (self.parameters.vae.attention_rows, attention_inputs.try_into()) {
-            (Some(chunk), Ok(inputs)) => Some(self.attend(inputs, chunk, run)?),
-            _ => None,
-        };
+        let (mut x, mut attended) = self.decode_middle(&latents, &bound, run)?;
         let stages = &self.parameters.vae.post_stages;
         let mut input = "vae_mid_res0".to_owned();
-        for (i, name) in stages.iter().enumerate() {
-            let mut stage = self.stage(name, &[], run)?;
-            let mut inputs = vec![(input.as_str(), &residual)];
+        for name in stages {
+            let mut stage = self.stage(name, &[], run.runtime, &mut run.watch)?;
+            let exposed = self.exposed(&stage)?;
+            let output = stage.outputs().first().map(|o| o.name.clone()).unwrap_or_default();
+            let mut inputs = vec![(input.as_str(), &x)];
             inputs.extend(attended.as_ref().map(|attended| ("attn", attended)));
-            let output = stage.outputs().first().cloned().unwrap_or_default();
-            let internals = stage.exposed().to_vec();
-            let result = run_and_probe(&mut stage, &inputs, &output, &internals, run.probe)?;
+            x = run_and_probe(&mut stage, &inputs, &output, &exposed, &mut run.watch)?;
             drop(stage);
-            check_finite(name, None, &result)?;
-            residual = if i + 1 < stages.len() { run.probe.boundary(&output, result) } else { result };
+            check_finite(name, None, &x)?;
+            x = run.watch.boundary(&output, x);
             attended = None;
             input = output;
         }
-        check_varied("vae", None, &residual)?;
-        Ok(run.probe.boundary("image_raw", residual))
+        check_varied("vae", None, &x)?;
+        Ok(x)
+    }
+
+    /// Everything before the first up block: the residual [1,C,h,w] and, where the middle block attends, the
+    /// attention's result [1,h,w,C].
+    fn decode_middle(
+        &self,
+        latents: &HostTensor,
+        sizes: &[(&str, usize)],
+        run: &mut Run<'_>,
+    ) -> Result<(HostTensor, Option<HostTensor>), Flux2Error> {
+        let mut stage = self.stage("vae_pre", sizes, run.runtime, &mut run.watch)?;
+        let exposed = self.exposed(&stage)?;
+        let mut names = vec!["vae_mid_res0"];
+        let attention_rows = self.parameters.vae.attention_rows;
+        if attention_rows.is_some() {
+            names.extend(["q", "kt", "v"]);
+        }
+        let own = names.len();
+        names.extend(exposed.iter().map(String::as_str));
+        let mut tensors = stage.run(&[("latents", latents)], &names)?;
+        drop(stage);
+        for (name, tensor) in exposed.iter().zip(tensors.split_off(own)) {
+            run.watch.boundary(name, tensor);
+        }
+        let residual = run.watch.boundary("vae_mid_res0", tensors.remove(0));
+        check_finite("vae_pre", None, &residual)?;
+        let attended = match (attention_rows, <[HostTensor; 3]>::try_from(tensors)) {
+            (Some(rows), Ok(inputs)) => Some(self.attend(inputs, rows, run)?),
+            _ => None,
+        };
+        Ok((residual, attended))
     }
 
     /// The middle block's attention, a chunk of query rows at a time. `q` and `v` are [1,h,w,C], `kt` [1,C,h,w].
@@ -285,7 +317,7 @@ impl<'a> Flux2<'a> {
         let rows = height * width;
         let chunk = chunk.min(rows);
         let (kt, v) = (kt.reshaped(&[1, channels, rows]), v.reshaped(&[1, rows, channels]));
-        let mut stage = self.stage("vae_attention", &[("chunk_rows", chunk), ("kv_rows", rows)], run)?;
+        let mut stage = self.stage("vae_attention", &[("chunk_rows", chunk), ("kv_rows", rows)], run.runtime, &mut run.watch)?;
         stage.bind("kt", &kt)?;
         stage.bind("v", &v)?;
         let queries = q.to_f32();
@@ -301,16 +333,46 @@ impl<'a> Flux2<'a> {
     fn stage<'r>(
         &self,
         name: &str,
-        bound: &[(&str, usize)],
-        run: &'r mut Run<'_>,
+        sizes: &[(&str, usize)],
+        runtime: &'r mut Runtime,
+        watch: &mut Watch<'_>,
     ) -> Result<Stage<'r>, Flux2Error> {
         let stages = &self.bundle.manifest.stages;
         let index = stages.iter().position(|stage| stage.name == name).map_or(0, |i| i + 1);
-        run.listener.on_event(Event::Stage { name: name.to_owned(), index, count: stages.len() });
-        let exposed: fn(&str) -> bool = match run.probe.internals() {
+        watch.listener.on_event(Event::Stage { name: name.to_owned(), index, count: stages.len() });
+        let exposed: fn(&str) -> bool = match watch.probe.internals() {
             true => |name| name.starts_with("dit_") || name.starts_with("vae_"),
             false => |_| false,
         };
-        Ok(run.runtime.open_stage(self.bundle, name, &Binding { sizes: bound, exposed })?)
+        let stage = runtime.open_stage(self.bundle, name, &Binding { sizes, exposed })?;
+        for (provider, count) in stage.nodes() {
+            *watch.nodes.entry(provider.clone()).or_default() += count;
+        }
+        Ok(stage)
     }
+
+    /// Names of a stage's exposed values: outputs that the bundle does not list.
+    fn exposed(&self, stage: &Stage<'_>) -> Result<Vec<String>, Flux2Error> {
+        let listed = &self.bundle.stage(stage.name())?.outputs;
+        let names = stage.outputs().iter().map(|output| output.name.clone());
+        Ok(names.filter(|name| !listed.iter().any(|port| port.name == *name)).collect())
+    }
+}
+
+/// Runs a stage for one output and hands the exposed values to the probe, which only looks at them.
+fn run_and_probe(
+    stage: &mut Stage<'_>,
+    inputs: &[(&str, &HostTensor)],
+    output: &str,
+    exposed: &[String],
+    watch: &mut Watch<'_>,
+) -> Result<HostTensor, Flux2Error> {
+    let mut names = vec![output];
+    names.extend(exposed.iter().map(String::as_str));
+    let mut tensors = stage.run(inputs, &names)?;
+    let result = tensors.remove(0);
+    for (name, tensor) in exposed.iter().zip(tensors) {
+        watch.boundary(name, tensor);
+    }
+    Ok(result)
 }

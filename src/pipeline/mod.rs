@@ -1,8 +1,13 @@
 //! From a prompt to a picture: what happens around the graphs. Sees no graph and no session.
 
+pub mod dump;
+pub mod embedding;
 pub mod event;
+pub mod flux2;
 pub mod image;
 pub mod noise;
 pub mod position;
+pub mod probe;
 pub mod prompt;
 pub mod schedule;
+pub mod size;

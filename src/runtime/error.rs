@@ -2,6 +2,11 @@
 
 use std::path::PathBuf;
 
+use viaduct_export::{
+    bundle::BundleError,
+    onnx::{ReadError, WriteError},
+};
+
 /// An error of the runtime; every one that concerns a stage names it.
 #[derive(Debug, thiserror::Error)]
 pub enum RuntimeError {
@@ -11,6 +16,12 @@ pub enum RuntimeError {
     LibraryUnusable { path: PathBuf, reason: String },
     #[error("no adapter for WebGPU: {reason}; `--ep cpu` runs without one")]
     NoAdapter { reason: String },
+    #[error(transparent)]
+    Bundle(#[from] BundleError),
+    #[error("stage {stage}: {source}")]
+    Graph { stage: String, source: ReadError },
+    #[error("stage {stage}: {source}")]
+    Write { stage: String, source: WriteError },
     #[error("stage {stage}: the session could not be made: {reason}")]
     Open { stage: String, reason: String },
     /// Nodes that the WebGPU provider left to the CPU; graphs must not need one.

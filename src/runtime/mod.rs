@@ -4,12 +4,14 @@
 //! A stage borrows its runtime, so that a second one cannot live beside it.
 
 mod assignment;
+mod bundle;
 mod device;
 mod env;
 mod error;
 mod stage;
 mod vulkan;
 
+pub use bundle::Binding;
 pub use device::{Device, DeviceKind, Provider, Runtime, RuntimeOptions};
 pub use error::RuntimeError;
 pub use stage::{Stage, StageModel, TensorInfo};

@@ -99,6 +99,8 @@ pub struct VaeConfig {
     pub patch_size: Vec<usize>,
     #[serde(default = "batch_norm_eps")]
     pub batch_norm_eps: f64,
+    /// Side of the pictures that it was trained on, in pixels.
+    pub sample_size: Option<usize>,
     #[serde(default = "yes")]
     pub mid_block_add_attention: bool,
     #[serde(default = "yes")]

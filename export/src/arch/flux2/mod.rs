@@ -159,6 +159,7 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, Flux2Error> {
         vae: parameters::Vae {
             pixels_per_token: 2 * config.vae.downscale(),
             downscale: config.vae.downscale(),
+            default_side: default_side(&config.vae),
             attention_rows,
             post_stages,
         },
@@ -170,6 +171,12 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, Flux2Error> {
         copied_folders: vec!["tokenizer".to_owned()],
         parameters: serde_json::to_value(parameters).unwrap_or_default(),
     })
+}
+
+/// The checkpoint's own picture size, cut to what the model can draw.
+fn default_side(vae: &config::VaeConfig) -> usize {
+    let multiple = 2 * vae.downscale();
+    (vae.sample_size.unwrap_or(1024).clamp(multiple, 4096) / multiple) * multiple
 }
 
 /// The embedding table stays a plain file: the host gathers the few rows that a prompt needs from the mapped file,

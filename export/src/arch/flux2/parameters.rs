@@ -78,6 +78,8 @@ pub struct Vae {
     pub pixels_per_token: usize,
     /// Pixels per pixel of the middle block, per side.
     pub downscale: usize,
+    /// Width and height of a picture when none are asked for: the size that the checkpoint states.
+    pub default_side: usize,
     /// Query rows per run of the attention stage; `None` when the middle block has no attention.
     pub attention_rows: Option<usize>,
     /// Names of the stages after the attention, in order.

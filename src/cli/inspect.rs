@@ -1,0 +1,142 @@
+//! `viaduct inspect`
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::Context;
+use clap::Args;
+use serde_json::{Value, json};
+use viaduct_export::{
+    bundle::{Bundle, MANIFEST, PortDim},
+    onnx::{Graph, read_model},
+};
+
+use super::exit::UsageError;
+use crate::pipeline::image::png_texts;
+
+/// Show what a bundle, an ONNX model or a picture made by `viaduct generate` is.
+#[derive(Args)]
+pub struct Arguments {
+    /// Bundle folder, .onnx file or .png file
+    path: PathBuf,
+    /// Read every file of a bundle and compare its SHA-256
+    #[arg(long)]
+    hashes: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let path = &arguments.path;
+    let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_lowercase();
+    let report = match extension.as_str() {
+        _ if path.is_dir() => bundle(path, arguments.hashes)?,
+        "png" => picture(path)?,
+        "onnx" => model(path)?,
+        _ if path.file_name().is_some_and(|name| name == MANIFEST) => {
+            bundle(path.parent().unwrap_or(Path::new(".")), arguments.hashes)?
+        }
+        _ if !path.exists() => {
+            fs::metadata(path).with_context(|| path.display().to_string())?;
+            Value::Null
+        }
+        _ => {
+            let message = format!("{}: not a bundle folder, an .onnx or a .png file", path.display());
+            return Err(UsageError(message).into());
+        }
+    };
+    if arguments.json {
+        println!("{report}");
+    } else {
+        print(&report, 0);
+    }
+    Ok(())
+}
+
+fn bundle(path: &Path, hashes: bool) -> anyhow::Result<Value> {
+    let bundle = Bundle::open(path)?;
+    if hashes {
+        bundle.verify_hashes(&mut |_| ())?;
+    }
+    let manifest = &bundle.manifest;
+    let stages: serde_json::Map<String, Value> = manifest
+        .stages
+        .iter()
+        .map(|stage| {
+            let ports = |ports: &[viaduct_export::bundle::Port]| -> Vec<String> {
+                ports.iter().map(|p| format!("{} {} {}", p.name, p.dtype, dims(&p.dims))).collect()
+            };
+            (stage.name.clone(), json!({ "inputs": ports(&stage.inputs), "outputs": ports(&stage.outputs) }))
+        })
+        .collect();
+    Ok(json!({
+        "bundle": manifest.name, "family": manifest.family, "profile": manifest.profile, "writer": manifest.writer,
+        "source": manifest.source, "bytes": bundle.bytes(), "files": manifest.files.len(),
+        "hashes": if hashes { "all equal" } else { "not read (--hashes reads them)" },
+        "parameters": manifest.parameters, "stages": stages,
+    }))
+}
+
+fn dims(dims: &[PortDim]) -> String {
+    let dims: Vec<String> = dims
+        .iter()
+        .map(|dim| match dim {
+            PortDim::Fixed(n) => n.to_string(),
+            PortDim::Symbol(name) => name.clone(),
+        })
+        .collect();
+    format!("[{}]", dims.join(","))
+}
+
+fn picture(path: &Path) -> anyhow::Result<Value> {
+    let bytes = fs::read(path).with_context(|| path.display().to_string())?;
+    let texts = png_texts(&bytes).with_context(|| path.display().to_string())?;
+    Ok(Value::Object(texts.into_iter().map(|(keyword, text)| (keyword, Value::String(text))).collect()))
+}
+
+fn model(path: &Path) -> anyhow::Result<Value> {
+    let model = read_model(path)?;
+    let graph = &model.graph;
+    let mut operators: BTreeMap<&str, usize> = BTreeMap::new();
+    for (_, node) in graph.nodes() {
+        *operators.entry(&node.op_type).or_default() += 1;
+    }
+    let opsets: Vec<String> = model
+        .opsets
+        .iter()
+        .map(|(domain, version)| format!("{} {version}", if domain.is_empty() { "onnx" } else { domain }))
+        .collect();
+    Ok(json!({
+        "graph": graph.name, "producer": model.producer, "opsets": opsets,
+        "inputs": names(graph, &graph.inputs), "outputs": names(graph, &graph.outputs),
+        "nodes": graph.nodes().count(), "operators": operators, "constant_bytes": model.constant_bytes(),
+    }))
+}
+
+fn names(graph: &Graph, ids: &[viaduct_export::onnx::ValueId]) -> Vec<String> {
+    ids.iter().map(|id| graph[*id].name.clone()).collect()
+}
+
+/// Keys and values, nested ones indented.
+fn print(value: &Value, depth: usize) {
+    let indent = "  ".repeat(depth);
+    let Value::Object(entries) = value else { return };
+    for (key, value) in entries {
+        match value {
+            Value::Object(_) => {
+                println!("{indent}{key}:");
+                print(value, depth + 1);
+            }
+            Value::String(text) => println!("{indent}{key}: {text}"),
+            Value::Array(items) if items.iter().all(Value::is_string) => {
+                println!("{indent}{key}:");
+                items.iter().filter_map(Value::as_str).for_each(|item| println!("{indent}  {item}"));
+            }
+            other => println!("{indent}{key}: {other}"),
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! `viaduct verify`
+
+use std::path::PathBuf;
+
+use clap::Args;
+use viaduct_export::bundle::Bundle;
+
+use super::{DeviceArguments, ProgressArguments, progress::Progress};
+use crate::{
+    pipeline::event::{Event, Listener},
+    verify::{Oracle, Outcome, Report, verify},
+};
+
+/// Compare a bundle with reference tensors, boundary by boundary.
+///
+/// DIR holds `request.json` and the tensors of a reference run as .npy. Every boundary is compared and then replaced by the
+/// reference's tensor, so that a fault shows where it is made; a second, free run gives the picture. Bars come from the
+/// bundle's recipe. Exit code 3 if any is missed.
+#[derive(Args)]
+pub struct Arguments {
+    /// Bundle folder
+    bundle: PathBuf,
+    /// Folder of reference tensors
+    #[arg(long, value_name = "DIR")]
+    oracle: PathBuf,
+    /// Print the report as JSON
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    device: DeviceArguments,
+    #[command(flatten)]
+    progress: ProgressArguments,
+}
+
+pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let bundle = Bundle::open(&arguments.bundle)?;
+    let oracle = Oracle::open(&arguments.oracle)?;
+    let mut progress = Progress::new(arguments.progress.progress);
+    let mut runtime = arguments.device.start()?;
+    if let Some(note) = &runtime.device().note {
+        progress.on_event(Event::warning(note.clone()));
+    }
+    let report = verify(&bundle, &oracle, &mut runtime, &mut progress)?;
+    drop(progress);
+    if arguments.json {
+        println!("{}", serde_json::to_string_pretty(&report)?);
+    } else {
+        print(&report);
+    }
+    Ok(report.check()?)
+}
+
+fn print(report: &Report) {
+    println!("profile {}, {}", report.profile, report.device);
+    println!("{:<34} {:<9} {:>11} {:>11}       ", "boundary", "measure", "value", "bar");
+    for row in &report.rows {
+        let verdict = if row.outcome == Outcome::Passed { "ok" } else { "MISS" };
+        let (value, bar) = match row.measure {
+            "psnr" => (format!("{:.1} dB", row.value), format!("{:.1} dB", row.bar)),
+            "exact" => (format!("{} differ", row.value), "0 differ".to_owned()),
+            _ => (format!("{:.2e}", row.value), format!("{:.0e}", row.bar)),
+        };
+        println!("{:<34} {:<9} {value:>11} {bar:>11}  {verdict:<4} {}", row.name, row.measure, row.detail);
+    }
+    if !report.not_compared.is_empty() {
+        println!("not compared: {}", report.not_compared.join(", "));
+    }
+    let nodes: Vec<String> = report.nodes.iter().map(|(ep, count)| format!("{ep} {count}")).collect();
+    println!("nodes by provider: {}", nodes.join(", "));
+}

@@ -1,0 +1,40 @@
+//! Opens a stage of a bundle: reads its graph, fits it to the device, makes the session.
+
+use viaduct_export::{
+    bundle::Bundle,
+    onnx::{model_bytes, read_model},
+};
+
+use super::{Runtime, RuntimeError, Stage, StageModel};
+
+/// How a stage is to be opened.
+pub struct Binding<'a> {
+    /// Sizes of the graph's named dimensions, where they are known.
+    pub sizes: &'a [(&'a str, usize)],
+    /// Values inside the graph that become outputs, by name.
+    pub exposed: fn(&str) -> bool,
+}
+
+impl Runtime {
+    /// Makes the session of a bundle's stage. Weights stay in the bundle's files.
+    pub fn open_stage(
+        &mut self,
+        bundle: &Bundle,
+        name: &str,
+        binding: &Binding<'_>,
+    ) -> Result<Stage<'_>, RuntimeError> {
+        let stage = bundle.stage(name)?;
+        let path = bundle.path(&stage.graph)?;
+        let mut model = read_model(&path).map_err(|source| RuntimeError::Graph { stage: name.to_owned(), source })?;
+        let graph = &mut model.graph;
+        let inside: Vec<_> = graph
+            .values()
+            .filter(|(id, value)| (binding.exposed)(&value.name) && !graph.inputs.contains(id))
+            .map(|(id, _)| id)
+            .filter(|id| !graph.outputs.contains(id))
+            .collect();
+        graph.outputs.extend(inside);
+        let bytes = model_bytes(&model).map_err(|source| RuntimeError::Write { stage: name.to_owned(), source })?;
+        self.open(StageModel { name, bytes, folder: &bundle.folder })
+    }
+}

@@ -1,0 +1,167 @@
+//! Compares a bundle with reference tensors, boundary by boundary.
+//!
+//! Two runs: in the first every boundary is compared and then replaced by the reference's tensor, so that a fault shows
+//! where it is made and nowhere else; the second runs free, as a user's would, and its picture is compared.
+
+mod compare;
+mod oracle;
+
+use std::path::PathBuf;
+
+use serde::Serialize;
+use viaduct_export::{
+    bundle::Bundle,
+    recipe::{Gates, RecipeError},
+};
+
+pub use self::{
+    compare::{Outcome, Row},
+    oracle::Oracle,
+};
+use self::compare::Comparer;
+use crate::{
+    npy::NpyError,
+    pipeline::{
+        event::Listener,
+        flux2::{Flux2, Flux2Error, Noise, Request, Run, Watch},
+        image::psnr,
+        noise::draw_latents,
+        probe::NoProbe,
+        size::{Size, SizeError},
+    },
+    runtime::Runtime,
+    tensor::HostTensor,
+};
+
+#[derive(Debug, thiserror::Error)]
+pub enum VerifyError {
+    #[error(transparent)]
+    Pipeline(#[from] Flux2Error),
+    #[error(transparent)]
+    Size(#[from] SizeError),
+    #[error(transparent)]
+    Recipe(#[from] RecipeError),
+    #[error(transparent)]
+    Npy(#[from] NpyError),
+    #[error("{}: {problem}", path.display())]
+    Oracle { path: PathBuf, problem: String },
+    #[error("{key}: the bundle has {bundle}, the oracle {oracle}; export with --set {key}={oracle}")]
+    Mismatch { key: &'static str, bundle: String, oracle: String },
+    #[error("recipe '{recipe}' states no gates for profile '{profile}', so there is nothing to verify against")]
+    NoGates { recipe: String, profile: String },
+}
+
+/// Some boundary is further from the reference than its bar; exit code 3.
+#[derive(Debug, thiserror::Error)]
+#[error("{missed} of {rows} boundaries miss their bar; the first is {first}")]
+pub struct BarsMissed {
+    pub missed: usize,
+    pub rows: usize,
+    pub first: String,
+}
+
+/// The comparison's result.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    pub profile: String,
+    pub device: String,
+    pub rows: Vec<Row>,
+    /// Reference tensors that were not compared.
+    pub not_compared: Vec<String>,
+    /// Nodes by execution provider, over both runs.
+    pub nodes: std::collections::BTreeMap<String, usize>,
+}
+
+impl Report {
+    /// An error if any row misses its bar.
+    pub fn check(&self) -> Result<(), BarsMissed> {
+        let mut missed = self.rows.iter().filter(|row| row.outcome == Outcome::Missed);
+        let Some(first) = missed.next() else { return Ok(()) };
+        Err(BarsMissed { missed: 1 + missed.count(), rows: self.rows.len(), first: first.name.clone() })
+    }
+}
+
+/// Runs a bundle on an oracle's request and compares every boundary.
+pub fn verify(
+    bundle: &Bundle,
+    oracle: &Oracle,
+    runtime: &mut Runtime,
+    listener: &mut dyn Listener,
+) -> Result<Report, VerifyError> {
+    let flux2 = Flux2::open(bundle)?;
+    let gates = gates(bundle)?;
+    check_settings(&flux2, oracle)?;
+    let request = request(&flux2, oracle)?;
+
+    let mut comparer = Comparer::new(oracle, &gates);
+    let mut run = Run { runtime, watch: Watch::new(listener, &mut comparer) };
+    let forced = flux2.draw(&request, &mut run)?;
+    let mut nodes = run.watch.nodes;
+    comparer.picture("image_01 (reference latents)", &to_unit(&forced), None)?;
+
+    let mut nothing = NoProbe;
+    let mut run = Run { runtime, watch: Watch::new(listener, &mut nothing) };
+    let free = to_unit(&flux2.draw(&request, &mut run)?);
+    for (provider, count) in run.watch.nodes {
+        *nodes.entry(provider).or_default() += count;
+    }
+    comparer.picture("image_01", &free, Some(&psnr))?;
+    compare_seed(&flux2, oracle, &request, &mut comparer)?;
+    let (rows, not_compared) = comparer.finish()?;
+    let device = runtime.device().to_string();
+    Ok(Report { profile: bundle.manifest.profile.clone(), device, rows, not_compared, nodes })
+}
+
+fn gates(bundle: &Bundle) -> Result<Gates, VerifyError> {
+    let (recipe, profile) = (&bundle.manifest.recipe, &bundle.manifest.profile);
+    let gates = recipe.gates.get(profile).cloned();
+    gates.ok_or_else(|| VerifyError::NoGates { recipe: recipe.name.clone(), profile: profile.clone() })
+}
+
+fn check_settings(flux2: &Flux2<'_>, oracle: &Oracle) -> Result<(), VerifyError> {
+    let text = &flux2.parameters().text;
+    let list = |taps: &[usize]| taps.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
+    let settings = [
+        ("text_encoder.length", Some(text.length.to_string()), oracle.request.text_length.map(|n| n.to_string())),
+        ("text_encoder.taps", Some(list(&text.taps)), oracle.request.taps.as_deref().map(list)),
+    ];
+    for (key, bundle, oracle) in settings {
+        if let (Some(bundle), Some(oracle)) = (bundle, oracle)
+            && bundle != oracle
+        {
+            return Err(VerifyError::Mismatch { key, bundle, oracle });
+        }
+    }
+    Ok(())
+}
+
+fn request(flux2: &Flux2<'_>, oracle: &Oracle) -> Result<Request, VerifyError> {
+    let multiple = flux2.parameters().vae.pixels_per_token;
+    let asked = &oracle.request;
+    Ok(Request {
+        prompt: asked.prompt.clone(),
+        size: Size::new(asked.width, asked.height, multiple)?,
+        steps: asked.steps,
+        noise: Noise::Given(oracle.noise()?),
+    })
+}
+
+/// The oracle's seed must give the oracle's noise.
+fn compare_seed(
+    flux2: &Flux2<'_>,
+    oracle: &Oracle,
+    request: &Request,
+    comparer: &mut Comparer<'_>,
+) -> Result<(), VerifyError> {
+    let Some(seed) = oracle.request.seed else { return Ok(()) };
+    let [rows, columns] = request.size.grid();
+    let noise = draw_latents(seed, flux2.parameters().transformer.channels, rows, columns);
+    comparer.noise(&noise, &oracle.noise()?);
+    Ok(())
+}
+
+/// A picture in -1..1 as 0..1.
+fn to_unit(image: &HostTensor) -> HostTensor {
+    let values = image.to_f32().iter().map(|x| (x / 2.0 + 0.5).clamp(0.0, 1.0)).collect();
+    HostTensor::f32(&image.shape, values)
+}

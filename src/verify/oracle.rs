@@ -1,0 +1,71 @@
+//! Reference tensors of one run: `request.json` and `.npy` files.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use serde::Deserialize;
+
+use super::VerifyError;
+use crate::{npy, tensor::HostTensor};
+
+const MAX_REQUEST_BYTES: u64 = 1 << 20;
+
+/// What the reference run was asked for.
+#[derive(Clone, Debug, Deserialize)]
+pub struct OracleRequest {
+    pub prompt: String,
+    pub height: usize,
+    pub width: usize,
+    pub steps: usize,
+    pub seed: Option<u64>,
+    pub text_length: Option<usize>,
+    pub taps: Option<Vec<usize>>,
+    /// File name of the initial noise.
+    pub noise: String,
+}
+
+/// A folder of reference tensors.
+#[derive(Clone, Debug)]
+pub struct Oracle {
+    folder: PathBuf,
+    pub request: OracleRequest,
+    /// Names of the tensors that are there.
+    pub names: BTreeSet<String>,
+}
+
+impl Oracle {
+    pub fn open(folder: &Path) -> Result<Oracle, VerifyError> {
+        let path = folder.join("request.json");
+        let problem = |problem: String| VerifyError::Oracle { path: path.clone(), problem };
+        let metadata = fs::metadata(&path).map_err(|e| problem(e.to_string()))?;
+        if metadata.len() > MAX_REQUEST_BYTES {
+            return Err(problem("larger than 1 MiB, which no request is".to_owned()));
+        }
+        let text = fs::read(&path).map_err(|e| problem(e.to_string()))?;
+        let request: OracleRequest = serde_json::from_slice(&text).map_err(|e| problem(e.to_string()))?;
+        if request.noise.contains(['/', '\\']) {
+            return Err(problem(format!("noise '{}' is not a file name", request.noise)));
+        }
+        let entries = fs::read_dir(folder).map_err(|e| problem(e.to_string()))?;
+        let names = entries
+            .filter_map(|entry| entry.ok()?.file_name().into_string().ok()?.strip_suffix(".npy").map(str::to_owned))
+            .collect();
+        Ok(Oracle { folder: folder.to_owned(), request, names })
+    }
+
+    /// A tensor, if the reference run kept it.
+    pub fn tensor(&self, name: &str) -> Result<Option<HostTensor>, VerifyError> {
+        if !self.names.contains(name) {
+            return Ok(None);
+        }
+        Ok(Some(npy::read(&self.folder.join(format!("{name}.npy")))?))
+    }
+
+    /// The initial latents [1,C,h,w].
+    pub fn noise(&self) -> Result<HostTensor, VerifyError> {
+        Ok(npy::read(&self.folder.join(&self.request.noise))?)
+    }
+}
