@@ -9,6 +9,7 @@ use std::{
     env,
     fmt::Write as _,
     fs,
+    io::{self, Write as _},
     path::{Path, PathBuf},
     process::Command,
 };
@@ -42,8 +43,7 @@ for line in open(sys.argv[1] + "/cases"):
         out.write(codes.tobytes() + scales.tobytes() + (b"" if symmetric else zero_points.tobytes()))
 "#;
 
-/// SHA-256, first 8 bytes, of all outputs of ONNX Runtime 1.31.1 for one (bits, symmetric, scale type), in the order of
-/// [`cases`].
+/// First 8 bytes of the SHA-256 of ONNX Runtime 1.31.1's outputs for all [`cases`] of one (bits, symmetric, type).
 const RECORDED: [(u8, bool, DType, &str); 12] = [
     (2, true, DType::F32, "a73c1f884a546717"),
     (2, true, DType::F16, "2c5bb4350dda6631"),
@@ -181,7 +181,9 @@ fn recorded_bytes() {
 fn bytes_of_onnxruntime() {
     let Some(python) = python() else {
         assert!(env::var("CI").as_deref() != Ok("true"), "no Python with onnxruntime: set VIADUCT_PYTHON");
-        eprintln!("NOT RUN: the comparison with ONNX Runtime needs VIADUCT_PYTHON or .venv/bin/python");
+        // Past the test harness, which shows the output of failed tests only.
+        writeln!(io::stderr(), "NOT RUN: comparison with ONNX Runtime; set VIADUCT_PYTHON or make .venv")
+            .unwrap();
         return;
     };
     let cases: Vec<_> =
@@ -218,7 +220,7 @@ fn python() -> Option<PathBuf> {
     })
 }
 
-/// A second source of truth: the widened f16 values quantise to the same codes as the f16 ones.
+/// Widened f16 values quantise to the same bytes as the f16 ones.
 #[test]
 fn the_type_of_the_weights_does_not_matter() {
     let format = BlockFormat { bits: 4, block: 32, symmetric: false, scale: DType::F16 };

@@ -8,7 +8,7 @@ use crate::onnx::{
     tensor::{Compute, ComputeError},
 };
 
-/// Side of the square that is transposed at a time, in elements; two of them fit the first-level cache.
+/// Side of the square that is transposed at a time, in elements; small enough for the first-level cache.
 const TILE: usize = 32;
 
 /// `[N, K]` as `[K, N]` when it is written; elements of 1, 2, 4 or 8 bytes.
@@ -78,7 +78,8 @@ impl Compute for Transpose {
     }
 }
 
-/// Transposes elements of `SIZE` bytes, a band of output rows per task and a tile at a time.
+/// Transposes elements of `SIZE` bytes, a band of output rows per task. A square at a time goes through a buffer, so
+/// that the matrix is read and written in whole cache lines whatever its width.
 fn transposed<const SIZE: usize>(bytes: &[u8], n: usize, k: usize) -> Vec<u8> {
     let (elements, _) = bytes.as_chunks::<SIZE>();
     let mut out = vec![0; bytes.len()];
@@ -88,12 +89,16 @@ fn transposed<const SIZE: usize>(bytes: &[u8], n: usize, k: usize) -> Vec<u8> {
     let (cells, _) = out.as_chunks_mut::<SIZE>();
     cells.par_chunks_mut(TILE * n).enumerate().for_each(|(band, cells)| {
         let columns = band * TILE..k.min((band + 1) * TILE);
+        let mut tile = [[[0; SIZE]; TILE]; TILE];
         for top in (0..n).step_by(TILE) {
-            for row in top..n.min(top + TILE) {
-                let source = &elements[row * k..][columns.clone()];
-                for (i, element) in source.iter().enumerate() {
-                    cells[i * n + row] = *element;
+            let rows = top..n.min(top + TILE);
+            for (j, row) in rows.clone().enumerate() {
+                for (line, element) in tile.iter_mut().zip(&elements[row * k..][columns.clone()]) {
+                    line[j] = *element;
                 }
+            }
+            for (line, out_row) in tile.iter().zip(cells.chunks_exact_mut(n)) {
+                out_row[rows.clone()].copy_from_slice(&line[..rows.len()]);
             }
         }
     });

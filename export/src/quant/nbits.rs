@@ -40,9 +40,8 @@ const TASK: usize = 1 << 17;
 /// Largest block.
 const MAX_BLOCK: usize = 256;
 
-/// The largest f32 below one half: adding it and cutting the fraction off rounds halves up and nothing else wrongly,
-/// which adding 0.5 would.
-const BELOW_HALF: f32 = 0.499_999_97;
+/// 2^23: a small non-negative f32 added to it is rounded to an integer, halves to even, which its lowest bits hold.
+const INTEGERS: f32 = 8_388_608.0;
 
 /// How a matrix is quantised. Field by field the attributes of `MatMulNBits`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -332,9 +331,14 @@ impl Range {
                 check[i] += v * 0.0;
             }
         }
-        let finite = check.iter().all(|c| *c == 0.0);
-        let lo = lo.into_iter().fold(f32::MAX, f32::min);
-        let hi = hi.into_iter().fold(f32::MIN, f32::max);
+        for half in [8, 4, 2, 1] {
+            for i in 0..half {
+                lo[i] = if lo[i + half] < lo[i] { lo[i + half] } else { lo[i] };
+                hi[i] = if hi[i + half] > hi[i] { hi[i + half] } else { hi[i] };
+                check[i] += check[i + half];
+            }
+        }
+        let (lo, hi, finite) = (lo[0], hi[0], check[0] == 0.0);
         finite.then_some(Range { lo, hi, first: values[0] })
     }
 
@@ -361,6 +365,8 @@ fn encode(values: &[f32], scale: f32, zero_point: u8, max: u8, codes: &mut [u8])
         // The comparisons also send a NaN (0 times the infinite reciprocal of a subnormal scale) to 0.
         let level = if level > 0.0 { level } else { 0.0 };
         let level = if level < max { level } else { max };
-        *code = (level + BELOW_HALF) as i32 as u8;
+        let shifted = level + INTEGERS;
+        let half_lost = level - (shifted - INTEGERS) == 0.5;
+        *code = shifted.to_bits() as u8 + u8::from(half_lost);
     }
 }

@@ -140,10 +140,11 @@ fn open_shards(index: &Index) -> Result<Vec<Shard>, WeightsError> {
     index.shards.iter().map(open).collect()
 }
 
-/// The name most like `wanted`: one that only adds or lacks a prefix, else the one with the fewest edits.
+/// The name most like `wanted`: one that only adds or lacks a dotted prefix, else the one with the fewest edits.
 fn nearest<'a>(wanted: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    let differs_by_prefix = |name: &str| name.ends_with(wanted) || wanted.ends_with(name);
-    names.min_by_key(|name| (!differs_by_prefix(name), edits(wanted.as_bytes(), name.as_bytes())))
+    let prefixed = |long: &str, short: &str| long.strip_suffix(short).is_some_and(|p| p.ends_with('.'));
+    let same_end = |name: &str| prefixed(name, wanted) || prefixed(wanted, name);
+    names.min_by_key(|name| (!same_end(name), edits(wanted.as_bytes(), name.as_bytes())))
 }
 
 /// Levenshtein distance.
