@@ -31,18 +31,18 @@ start=$(date +%s%N); provision; took=$(( ($(date +%s%N) - start) / 1000000 ))
 both_pinned && only_lock_left || die 'a fresh run'
 ok "fresh run, $took ms"
 cut=0
-for step in $(seq 1 12); do
+for step in $(seq 1 8); do
     rm -f "$lib" "$plugin"
     setsid python3 "$here/provision.py" "$folder" runtime 2>"$log" &
     victim=$!
-    sleep "$(awk -v t="$took" -v s="$step" 'BEGIN { print t * s / 12000 }')"
+    sleep "$(awk -v t="$took" -v s="$step" 'BEGIN { print t * s / 8000 }')"
     kill -KILL -- "-$victim" 2>/dev/null && cut=$((cut + 1))
     wait "$victim" 2>/dev/null || true
     for file in "$lib" "$plugin"; do
         [[ ! -e $file ]] || pinned "$file" || die "a half-written ${file##*/} after a kill at step $step"
     done
 done
-(( cut >= 6 )) || die "only $cut of 12 runs were killed in time to prove anything"
+(( cut >= 4 )) || die "only $cut of 8 runs were killed in time to prove anything"
 provision
 both_pinned && only_lock_left || die 'the run after the kills'
 ok "killed $cut times, never a half-written library; the next run repaired it and removed the leftovers"
