@@ -175,7 +175,7 @@ fn provenance(arguments: &Arguments, request: &Request, bundle: &Bundle) -> Prov
         width: request.size.width(),
         height: request.size.height(),
         bundle: format!("{} {}", bundle.manifest.name, bundle.manifest.profile),
-        generator: concat!("viaduct ", env!("CARGO_PKG_VERSION")).to_owned(),
+        generator: "viaduct".to_owned(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
     }
 }

@@ -22,7 +22,7 @@ use super::{
 };
 use crate::{
     runtime::{Binding, Runtime, RuntimeError, Stage},
-    tensor::HostTensor,
+    tensor::{HostTensor, Values},
 };
 
 #[derive(Debug, thiserror::Error)]
@@ -146,7 +146,8 @@ impl<'a> Flux2<'a> {
         let path = self.bundle.path(&text.embedding.file)?;
         let embeds = gather_rows(&path, &text.embedding, &prompt.ids)?;
         let pad_keys = if text.mask_padding { PadKeys::Hidden } else { PadKeys::Visible };
-        let mask = text_mask(&prompt.mask, pad_keys);
+        let Values::I64(mask) = &prompt.mask.values else { unreachable!("the prompt encoder makes an i64 mask") };
+        let mask = text_mask(mask, pad_keys);
         let (cos, sin) = rope_tables_1d(text.length, text.head_dim, text.rope_theta)?;
         let mut stage = self.stage("text_encoder", &[], run.runtime, &mut run.watch)?;
         let inputs =

@@ -153,7 +153,8 @@ impl Picture {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Provenance {
     pub prompt: String,
-    pub seed: u64,
+    /// Absent when the noise came from a file.
+    pub seed: Option<u64>,
     pub steps: usize,
     pub width: usize,
     pub height: usize,
@@ -170,7 +171,7 @@ impl Provenance {
         [
             ("Software", self.generator.clone()),
             ("prompt", self.prompt.clone()),
-            ("seed", self.seed.to_string()),
+            ("seed", self.seed.map_or("none, the noise was given".to_owned(), |seed| seed.to_string())),
             ("steps", self.steps.to_string()),
             ("size", format!("{}x{}", self.width, self.height)),
             ("bundle", self.bundle.clone()),
@@ -219,7 +220,7 @@ mod tests {
     fn provenance() -> Provenance {
         Provenance {
             prompt: "un café\nby the sea".to_string(),
-            seed: u64::MAX,
+            seed: Some(u64::MAX),
             steps: 4,
             width: 2,
             height: 1,

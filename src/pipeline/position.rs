@@ -2,6 +2,8 @@
 //!
 //! The tables are constants of a request, so they are inputs of the graphs: no sine is left to a GPU's f16.
 
+use viaduct_export::arch::flux2::parameters::TextIds;
+
 use crate::tensor::HostTensor;
 
 /// A token's place in FLUX.2's joint sequence: time, row, column, index in the text.
@@ -23,16 +25,6 @@ pub enum PositionError {
     Odd(usize),
     #[error("rope theta is {0}; it must be finite and above 0")]
     Theta(f64),
-}
-
-/// How text tokens are numbered on the last axis.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum TextIds {
-    /// `(0, 0, 0, i)`: FLUX.2.
-    #[default]
-    Index,
-    /// `(0, 0, 0, 0)`: FLUX.1, and a mistake easily made with FLUX.2.
-    Zero,
 }
 
 /// Whether the text encoder's queries see the keys of padding tokens.

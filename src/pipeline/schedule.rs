@@ -1,5 +1,7 @@
 //! Sigmas, the Euler step and the time embedding of flow matching, rounded as diffusers rounds them.
 
+use viaduct_export::arch::flux2::parameters::TimeOrder;
+
 use crate::tensor::{HostTensor, Values};
 
 /// The schedule was trained on 1000 time steps; more steps than that add nothing.
@@ -117,15 +119,6 @@ fn linspace_down(i: usize, steps: usize) -> f64 {
         return last;
     }
     i as f64 * ((last - 1.0) / (steps - 1) as f64) + 1.0
-}
-
-/// Which half of a time embedding comes first.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum TimeOrder {
-    /// FLUX.2 (`flip_sin_to_cos`).
-    #[default]
-    CosFirst,
-    SinFirst,
 }
 
 /// The sinusoidal embedding of a noise level: `channels` values, angles `1000 sigma * 10000^(-j / half)`.

@@ -93,6 +93,15 @@ pub struct Device {
     pub note: Option<String>,
 }
 
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.provider {
+            Provider::Cpu => write!(f, "CPU provider of ONNX Runtime {}", self.ort_version),
+            _ => write!(f, "{} ({}, {}), WebGPU provider", self.name, self.kind, self.driver),
+        }
+    }
+}
+
 /// What to start.
 #[derive(Clone, Debug, Default)]
 pub struct RuntimeOptions {

@@ -4,6 +4,6 @@ mod manifest;
 mod read;
 mod write;
 
-pub use manifest::{FORMAT, FileEntry, MANIFEST, Manifest, Origin, Port, Stage};
+pub use manifest::{FORMAT, FileEntry, MANIFEST, Manifest, Origin, Port, PortDim, Stage};
 pub use read::{Bundle, BundleError};
 pub use write::{ExportError, ExportEvent, ExportRequest, ExportSummary, export};

@@ -60,6 +60,7 @@ pub struct Transformer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TimeOrder {
+    /// FLUX.2 (`flip_sin_to_cos`).
     CosFirst,
     SinFirst,
 }
@@ -68,7 +69,9 @@ pub enum TimeOrder {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TextIds {
+    /// `(0, 0, 0, i)`: FLUX.2.
     Index,
+    /// `(0, 0, 0, 0)`: FLUX.1, and a mistake easily made with FLUX.2.
     Zero,
 }
 
