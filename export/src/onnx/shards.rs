@@ -36,8 +36,7 @@ impl Output {
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
         match builder.tempfile_in(folder) {
             Ok(temporary) => Ok(Output { name, path, temporary, hash: Sha256::new(), bytes: 0 }),
-            // The random name would only confuse.
-            Err(error) => Err(WriteError::Io { file: path, source: error.kind_and_code() }),
+            Err(error) => Err(WriteError::Io { file: path, source: system_error(error) }),
         }
     }
 
@@ -55,20 +54,12 @@ impl Output {
     }
 }
 
-/// `tempfile` adds the temporary path to its errors.
-trait Plain {
-    fn kind_and_code(self) -> io::Error;
-}
-
-impl Plain for io::Error {
-    fn kind_and_code(self) -> io::Error {
-        match self.raw_os_error().or_else(|| {
-            let source = self.get_ref()?.source()?.downcast_ref::<io::Error>()?;
-            source.raw_os_error()
-        }) {
-            Some(code) => io::Error::from_raw_os_error(code),
-            None => self,
-        }
+/// The system's error, without the random path that `tempfile` adds to it and that would only confuse.
+fn system_error(error: io::Error) -> io::Error {
+    let inner = error.get_ref().and_then(|inner| inner.source()?.downcast_ref::<io::Error>());
+    match inner.unwrap_or(&error).raw_os_error() {
+        Some(code) => io::Error::from_raw_os_error(code),
+        None => error,
     }
 }
 
