@@ -136,5 +136,8 @@ def report(net, pictures, concepts, sheet, batch=64):
         if start % (4 * batch) == 0:
             shown += [x[:8], y[:8]]
     quality, spread = torch.cat(quality), net.bn.running_var.sqrt().mean()
-    print(f"vae psnr on canonical pictures: mean {quality.mean():.2f} dB, worst {quality.min():.2f}; bn std mean {spread:.3f}")
+    print(
+        f"vae psnr on canonical pictures: mean {quality.mean():.2f} dB, worst {quality.min():.2f};"
+        f" bn std mean {spread:.3f}"
+    )
     save_sheet(torch.cat(shown)[:64], sheet, 8)
