@@ -49,9 +49,10 @@ def loss_terms(net, x, noise, kl_weight):
         mean, logvar = mean.float(), logvar.float().clamp(-12, 4)
         y = net.decode_latent(mean + (0.5 * logvar).exp() * noise).float()
     d = y - x
-    absolute, squared = d.abs().mean(), d.square().mean()
+    absolute = d.abs().mean()
     edges = (d[..., 1:] - d[..., :-1]).abs().mean() + (d[..., 1:, :] - d[..., :-1, :]).abs().mean()
     coarse = F.avg_pool2d(d, 4).abs().mean()
+    squared = d.square().mean()
     kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
     return absolute + 0.5 * edges + 0.5 * coarse + 2.0 * squared + kl_weight * kl, absolute, kl, squared
 
