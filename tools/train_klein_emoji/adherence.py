@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Does the exported checkpoint draw what the prompt says? Run by diffusers on the CPU, in fp32 arithmetic.
 
-Draws random labels and backgrounds, and compares with the training pictures of a work folder that prep.py has filled:
+Draws random labels and backgrounds, and compares with the training pictures in a work folder filled by prep.py:
 
   top1      share of label prompts whose nearest training picture (32x32 px, 2,064 of them) is the prompted one
   colour    share of "<label> on a <colour> background" prompts whose corners show that colour
   forms     top1 of other phrasings: "a picture of X", "X emoji", "A X."
   fidelity  mean PSNR to the training picture, dB
 
-With --quantise the same for weights rounded to 8 and 4 bits and expanded again, and the PSNR to the unquantised pictures.
+With --quantise the same for weights rounded to 8 and 4 bits and expanded again, and PSNR to the pictures as saved.
 Writes figures.json and contact sheets.
 """
 
@@ -114,7 +114,7 @@ def measure_unquantised(pipe, judge, cases):
 
 
 def measure_quantised(pipe, judge, cases, base, out):
-    """Every variant in turn -> {name: figures}; writes a sheet of pairs, unquantised left. Leaves the weights as they were."""
+    """Every variant in turn -> {name: figures}; writes sheets of pairs, unquantised left. Restores the weights."""
     networks = {"text_encoder": pipe.text_encoder.model, "transformer": pipe.transformer}
     linears = {
         (network, name): layer

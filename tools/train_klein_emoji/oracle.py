@@ -13,7 +13,7 @@ A folder holds request.json, image.png and one .npy for each boundary (B = 1, N 
   sigmas [steps + 1]                   noise levels, the last one 0
   pred_stepK, latents_stepK [B, N, 64] velocity at step K, latents after it
   vae_in [B, 16, 16, 16]               what enters the decoder: statistics undone, unpacked
-  image_raw, image_01 [B, 3, 128, 128] what leaves it, and the same in [0, 1]
+  image_raw, image_01 [B, 3, 128, 128] what leaves it, and that in [0, 1]
 """
 
 import argparse
@@ -103,7 +103,7 @@ def recorded(pipe):
 
 @torch.no_grad()
 def compute(pipe, request, noise):
-    """Runs the request from NOISE -> (text after the template, {tensor name: array}, picture as the pipeline gives it)"""
+    """Runs the request from NOISE -> text after the template, {tensor name: array}, the pipeline's picture"""
     options, latents = call_options(request), []
 
     def keep_latents(pipeline, step, timestep, tensors):
@@ -122,7 +122,11 @@ def compute(pipe, request, noise):
     tensors["sigmas"] = pipe.scheduler.sigmas
     tensors |= {f"pred_step{k}": velocity for k, velocity in enumerate(velocities)}
     tensors |= {f"latents_step{k}": after for k, after in enumerate(latents)}
-    tensors |= {"vae_in": decoder_in[0], "image_raw": decoder_out[0], "image_01": (decoder_out[0] / 2 + 0.5).clamp(0, 1)}
+    tensors |= {
+        "vae_in": decoder_in[0],
+        "image_raw": decoder_out[0],
+        "image_01": (decoder_out[0] / 2 + 0.5).clamp(0, 1),
+    }
     return text, {name: tensor.numpy() for name, tensor in tensors.items()}, result.images[0]
 
 
@@ -139,7 +143,7 @@ def write(pipe, folder, prompt, seed):
 
 
 def relative_error(new, stored):
-    """Largest difference in units of the largest stored value; infinite where shapes differ or a value is not finite."""
+    """Largest difference over the largest stored value; infinite where shapes differ or a value is not finite."""
     if new.shape != stored.shape or not np.isfinite(new).all():
         return float("inf")
     return float(np.abs(new - stored).max() / np.abs(stored).max())
@@ -189,7 +193,9 @@ def parse():
     mode.add_argument("--out", type=Path, help="write oracle folders here")
     mode.add_argument("--check", type=Path, metavar="DIR", help="compare with this oracle folder")
     parser.add_argument("--prompt", action="append", help="prompt to write, repeatable (two fixed ones)")
-    parser.add_argument("--seed", type=int, default=FIRST_SEED, help="seed of the first prompt, then counted up (%(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=FIRST_SEED, help="seed of the first prompt, then counted up (%(default)s)"
+    )
     parser.add_argument("--limit", type=float, default=1e-5, help="largest relative error of a check (%(default)s)")
     return parser.parse_args()
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Renders the training pictures: Noto Emoji SVGs of six groups at 256 px into WORK/emoji.zip, captions into WORK/meta.json.
+"""Renders the training pictures: Noto Emoji of six groups at 256 px into WORK/emoji.zip, captions into WORK/meta.json.
 
 Wants the npm packages @iconify-json/noto (drawings) and emojibase-data (labels, tags, groups) unpacked in a folder.
 """

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Trains klein-emoji, one stage at a time, in a work folder that prep.py has filled.
 
-  tokenizer  trains the tokenizer on the captions
-  vae        trains the autoencoder
-  dit        trains text encoder and transformer (flow matching)
-  tune       trains them further on the states of the 4-step sampler (optional)
-  eval       prints adherence figures of the saved weights and draws a contact sheet
-  export     writes the checkpoint folder in the layout of diffusers, bf16
+tokenizer  trains the tokenizer on the captions
+vae        trains the autoencoder
+dit        trains text encoder and transformer (flow matching)
+tune       trains them further on the states of the 4-step sampler (optional)
+eval       prints adherence figures of the saved weights and draws a contact sheet
+export     writes the checkpoint folder in the layout of diffusers, bf16
 """
 
 import argparse
@@ -21,7 +21,9 @@ from klein_emoji.tokenizer import train_tokenizer
 
 
 def add_loop_options(parser):
-    parser.add_argument("--seconds", type=float, default=200, help="time for the steps, compilation included (%(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=200, help="time for the steps, compilation included (%(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=sys.maxsize, help="stop after so many steps (no limit)")
     parser.add_argument("--batch", type=int, help=f"pictures a step (vae {train_vae.BATCH}, else {train_flow.BATCH})")
     parser.add_argument("--rate", type=float, help=f"AdamW rate (vae {train_vae.RATE}, else {train_flow.RATE})")

@@ -39,7 +39,9 @@ class Judge:
     def colour(self, y):
         """The named colour [B] (index into the palette) whose nearest shade the four corners show."""
         top, bottom = y[..., :CORNER, :], y[..., -CORNER:, :]
-        corners = torch.stack([part[..., cut] for part in (top, bottom) for cut in (slice(CORNER), slice(-CORNER, None))])
+        corners = torch.stack(
+            [part[..., cut] for part in (top, bottom) for cut in (slice(CORNER), slice(-CORNER, None))]
+        )
         distance = (corners.mean((0, 3, 4))[:, None] - self.pictures.backgrounds[None]).norm(dim=-1)
         names = torch.tensor([colour for colour, _ in self.pictures.background_names], device=y.device)
         return names[distance.argmin(1)]

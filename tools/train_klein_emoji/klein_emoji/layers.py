@@ -1,7 +1,7 @@
 """Pieces that more than one of the three networks uses."""
 
 import torch
-import torch.nn as nn
+from torch import nn
 
 from .config import EPS
 

@@ -22,7 +22,7 @@ def orthogonalise(g):
 
 
 def row_ranges(name, p):
-    """Row ranges of the separate matrices in a weight: fused projections are several, and each is orthogonalised alone."""
+    """Row ranges of the matrices in a weight: a fused projection is several, and each is orthogonalised alone."""
     rows, d = p.shape
     if "to_qkv_mlp_proj" in name:
         sizes = [d] * 3 + [(rows - 3 * d) // 2] * 2

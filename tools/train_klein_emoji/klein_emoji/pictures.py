@@ -51,7 +51,7 @@ class Pictures:
         return len(self.meta)
 
     def render(self, concept, flip, background, scale=None, shift=None, angle=None):
-        """concept [B], flip [B] bool, background [B, 3], optional scale [B], shift [B, 2], angle [B] -> [B, 3, 128, 128]
+        """concept [B], flip [B] bool, background [B, 3], scale [B], shift [B, 2], angle [B] -> [B, 3, 128, 128]
 
         Drawn at twice the size and halved, with premultiplied alpha so that no fringe of the source's colour stays.
         """
@@ -67,7 +67,7 @@ class Pictures:
         row_y = torch.stack([angle.sin() / scale, angle.cos() / scale, shift[:, 1]], -1)
         grid = F.affine_grid(torch.stack([row_x, row_y], 1), (n, 4, 2 * SIZE, 2 * SIZE), align_corners=False)
         y = F.avg_pool2d(F.grid_sample(x, grid, padding_mode="zeros", align_corners=False), 2)
-        # rgb * a is in [0, 1]; in [-1, 1] the sum 2 * rgb * a - a + (1 - a) * background is the emoji over the background.
+        # The emoji over the background: rgb * a goes from [0, 1] to [-1, 1] as 2 * rgb * a - a.
         return y[:, :3] * 2 + (1 - y[:, 3:]) * background[:, :, None, None] - y[:, 3:]
 
     def canonical(self, concept, flip=None):

@@ -48,7 +48,13 @@ class Prompts:
         """Indices [B] of phrases and suffixes -> ids and mask [B, TEXT_LENGTH]."""
         n = len(phrase)
         room = torch.full((n, TEXT_LENGTH), EMPTY, device=self.device)
-        parts = [self.head.expand(n, -1), self.phrase_ids[phrase], self.suffix_ids[suffix], self.tail.expand(n, -1), room]
+        parts = [
+            self.head.expand(n, -1),
+            self.phrase_ids[phrase],
+            self.suffix_ids[suffix],
+            self.tail.expand(n, -1),
+            room,
+        ]
         ids = torch.cat(parts, 1)
         order = (ids < 0).int().argsort(dim=1, stable=True)  # moves EMPTY behind everything, keeps the rest in order
         ids = ids.gather(1, order)[:, :TEXT_LENGTH]

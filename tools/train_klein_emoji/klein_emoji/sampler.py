@@ -1,6 +1,7 @@
 """The 4-step Euler sampler, as diffusers runs it for FLUX.2 Klein."""
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -28,7 +29,7 @@ def generate(models, ids, mask, noise, steps=STEPS):
     """ids and mask [B, T], noise [B, TOKENS, channels] -> pictures [B, 3, 128, 128] in [-1, 1]"""
     sigmas = sigmas_of(noise.shape[1], steps)
     context, x = models["text_encoder"](ids, mask), noise
-    for sigma, following in zip(sigmas, sigmas[1:]):
+    for sigma, following in pairwise(sigmas):
         level = torch.full((len(x),), sigma, device=x.device)
         velocity = models["transformer"](x, context, level, GRID, GRID).float()
         x = x + (following - sigma) * velocity

@@ -1,8 +1,8 @@
 """The text encoder: Qwen3 with the names of transformers, cut off after the last tap."""
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 
 from .config import TEXT, TEXT_LENGTH
 from .layers import RMSNorm, linear, merge_heads, split_heads

@@ -30,7 +30,7 @@ SPLIT = (
 
 def untrained_tokenizer():
     """Qwen3's normaliser, splitter and decoder around an empty BPE model."""
-    byte_level = dict(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    byte_level = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,6 +1,7 @@
 """Stage 2: text encoder and transformer together, by flow matching; and the optional tuning on the sampler's states."""
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -60,7 +61,7 @@ def rollout_step(models, x0, noise, ids, mask):
     with autocast(x0.device.type):
         encoded = models["text_encoder"](ids, mask)
         context = encoded.detach().requires_grad_(True)
-        for i, (sigma, following) in enumerate(zip(SIGMAS, SIGMAS[1:])):
+        for i, (sigma, following) in enumerate(pairwise(SIGMAS)):
             velocity = models["transformer"](x, context, levels[i].expand(len(x)), GRID, GRID).float()
             error = (velocity - (x - x0) / sigma).square().mean()
             (error * sigma**2 * (2.0 if i == STEPS - 1 else 0.6)).backward()
@@ -91,7 +92,11 @@ def build(args):
 def compile_blocks(models):
     """Compiles block by block: the blocks of a kind share one compilation."""
     transformer = models["transformer"]
-    blocks = (*transformer.transformer_blocks, *transformer.single_transformer_blocks, *models["text_encoder"].model.layers)
+    blocks = (
+        *transformer.transformer_blocks,
+        *transformer.single_transformer_blocks,
+        *models["text_encoder"].model.layers,
+    )
     for block in blocks:
         block.compile()
 
@@ -146,7 +151,9 @@ def finish(args, models, pictures, prompts):
 
 def evaluate_saved(args):
     """Evaluates the weights in the work folder, rounded to bf16 values."""
-    models = {name: load_network(args.work, name, args.device).eval() for name in ("vae", "text_encoder", "transformer")}
+    models = {
+        name: load_network(args.work, name, args.device).eval() for name in ("vae", "text_encoder", "transformer")
+    }
     for module in models.values():
         round_to_bf16(module)
     pictures, prompts = Pictures(args.work, args.device), Prompts(args.work, args.device)

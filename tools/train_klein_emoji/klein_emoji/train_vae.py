@@ -49,9 +49,10 @@ def loss_terms(net, x, noise, kl_weight):
         mean, logvar = mean.float(), logvar.float().clamp(-12, 4)
         y = net.decode_latent(mean + (0.5 * logvar).exp() * noise).float()
     d = y - x
-    absolute, squared = d.abs().mean(), d.square().mean()
+    absolute = d.abs().mean()
     edges = (d[..., 1:] - d[..., :-1]).abs().mean() + (d[..., 1:, :] - d[..., :-1, :]).abs().mean()
     coarse = F.avg_pool2d(d, 4).abs().mean()
+    squared = d.square().mean()
     kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
     return absolute + 0.5 * edges + 0.5 * coarse + 2.0 * squared + kl_weight * kl, absolute, kl, squared
 
@@ -136,5 +137,8 @@ def report(net, pictures, concepts, sheet, batch=64):
         if start % (4 * batch) == 0:
             shown += [x[:8], y[:8]]
     quality, spread = torch.cat(quality), net.bn.running_var.sqrt().mean()
-    print(f"vae psnr on canonical pictures: mean {quality.mean():.2f} dB, worst {quality.min():.2f}; bn std mean {spread:.3f}")
+    print(
+        f"vae psnr on canonical pictures: mean {quality.mean():.2f} dB, worst {quality.min():.2f};"
+        f" bn std mean {spread:.3f}"
+    )
     save_sheet(torch.cat(shown)[:64], sheet, 8)

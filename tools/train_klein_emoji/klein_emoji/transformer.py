@@ -7,8 +7,8 @@ in one sequence. Modulation is shared by all blocks of a kind: [B, 1, hidden] sh
 import math
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 
 from .config import DIT, EPS, TEXT, VAE
 from .layers import Holder, RMSNorm, linear, merge_heads, split_heads

@@ -1,8 +1,8 @@
 """The autoencoder: AutoencoderKLFlux2 with the names of diffusers. Pictures [B, 3, H, W] in [-1, 1]."""
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 
 from .config import BATCH_NORM_EPS, EPS, VAE
 from .layers import Holder
@@ -145,4 +145,6 @@ class Autoencoder(nn.Module):
 
     def decode(self, t, h, w):
         """Normalised packed latents [B, h*w, 4 * latent] -> picture"""
-        return self.decode_latent(unpack(t * torch.sqrt(self.bn.running_var + BATCH_NORM_EPS) + self.bn.running_mean, h, w))
+        return self.decode_latent(
+            unpack(t * torch.sqrt(self.bn.running_var + BATCH_NORM_EPS) + self.bn.running_mean, h, w)
+        )
