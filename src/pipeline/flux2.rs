@@ -14,7 +14,7 @@ use super::{
     event::{Event, Listener},
     image::{ImageError, check_finite, check_varied},
     noise::{LatentError, draw_latents, pack_latents, unpack_latents},
-    position::{PadKeys, PositionError, image_ids, rope_tables, rope_tables_1d, text_ids, text_mask},
+    position::{PadKeys, PositionError, PositionId, image_ids, rope_tables, rope_tables_1d, text_ids, text_mask},
     probe::Probe,
     prompt::{EncodedPrompt, PromptEncoder, PromptError},
     schedule::{Schedule, ScheduleError, time_embedding},
@@ -171,7 +171,8 @@ impl<'a> Flux2<'a> {
         drop(stage);
         let temb = tensors.remove(0);
         check_finite("modulation", None, &temb)?;
-        run.watch.boundary("dit_temb", temb.row(0));
+        let width = self.parameters.transformer.width;
+        run.watch.boundary("dit_temb", temb.row(0).reshaped(&[1, width]));
         Ok(MODULATIONS.into_iter().zip(tensors).collect())
     }
 
@@ -235,7 +236,12 @@ impl<'a> Flux2<'a> {
         let transformer = &self.parameters.transformer;
         let [rows, columns] = size.grid();
         let mut ids = text_ids(self.parameters.text.length, transformer.text_ids);
-        ids.extend(image_ids(0, rows, columns));
+        let image = image_ids(0, rows, columns);
+        if probe.internals() {
+            probe.boundary("txt_ids", id_tensor(&ids));
+            probe.boundary("img_ids", id_tensor(&image));
+        }
+        ids.extend(image);
         let (cos, sin) = rope_tables(&ids, &transformer.axes, transformer.rope_theta)?;
         if probe.internals() {
             probe.boundary("rope_cos", cos.each_twice());
@@ -358,6 +364,11 @@ impl<'a> Flux2<'a> {
         let names = stage.outputs().iter().map(|output| output.name.clone());
         Ok(names.filter(|name| !listed.iter().any(|port| port.name == *name)).collect())
     }
+}
+
+/// Position ids as [1, tokens, 4].
+fn id_tensor(ids: &[PositionId]) -> HostTensor {
+    HostTensor::i64(&[1, ids.len(), 4], ids.iter().flatten().copied().collect())
 }
 
 /// Runs a stage for one output and hands the exposed values to the probe, which only looks at them.

@@ -44,7 +44,7 @@ impl TextConfig {
     }
 
     pub fn rope_theta(&self) -> Option<f64> {
-        self.rope_theta.or(self.rope_parameters.as_ref()?.rope_theta)
+        self.rope_theta.or_else(|| self.rope_parameters.as_ref()?.rope_theta)
     }
 }
 
