@@ -8,7 +8,7 @@ use onnx_support::*;
 use prost::Message;
 use viaduct_export::onnx::{
     Bytes, Compute, ComputeError, DType, Tensor, WriteOptions, model_bytes, proto::TensorProto, read_model,
-    write_model,
+    read_model_bytes, write_model,
 };
 
 /// Models of more than 2 GiB could not be serialised, checked or rewritten.
@@ -41,6 +41,24 @@ fn graph_files_beyond_the_protobuf_limit() {
     fs::File::create(&path).unwrap().set_len(1 << 31).unwrap();
     let complaint = read_model(&path).unwrap_err().to_string();
     assert!(complaint.contains("2147483648 bytes; a protobuf file may have 2147483647"), "{complaint}");
+}
+
+/// A model of nearly 2 GiB without external data is opened without copying its weights.
+/// <https://github.com/onnx/onnx/issues/6556>
+#[test]
+fn nearly_two_gib_of_inline_data() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("m.onnx");
+    let len = (1 << 31) - 1000;
+    sparse_inline_model(&path, len);
+    let model = read_model(&path).unwrap();
+    assert_eq!(model.constant_bytes(), len);
+    let message = model_bytes(&model).unwrap();
+    assert!(message.len() < 1000);
+    let again = read_model_bytes(message.into(), Some(folder.path())).unwrap();
+    let value = &again.graph[again.graph.find("w").unwrap()];
+    let Bytes::Mapped { file, range } = &value.constant.as_ref().unwrap().bytes else { panic!("not mapped") };
+    assert_eq!((&file.path, range.end), (&path, file.map.len()));
 }
 
 /// The in-memory message is bounded in the same way, and says so before it allocates.

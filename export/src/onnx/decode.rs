@@ -1,7 +1,7 @@
 //! ONNX messages to graphs. What the types of this module do not hold is kept in their `extra` messages, so that
 //! [`super::encode`] gives back what was read.
 
-use std::path::Path;
+use std::{path::Path, sync::Arc};
 
 use super::{
     encode,
@@ -13,7 +13,7 @@ use super::{
         ValueInfoProto, attribute_proto::AttributeType, tensor_shape_proto::dimension, type_proto,
     },
     read::{ReadError, TensorProblem},
-    tensor::{DType, Tensor},
+    tensor::{Bytes, DType, MappedFile, Tensor},
     tensor_proto,
     validate::GraphError,
 };
@@ -23,9 +23,15 @@ pub(super) fn standard_domain(domain: &str) -> &str {
     if domain == "ai.onnx" { "" } else { domain }
 }
 
+/// Raw data of at least this size in a mapped model file becomes a range of that file, like external data: a rewrite
+/// of a model without external data can then give pages back, and a session need not have them in its message.
+const MAPPED_FROM: usize = 64 << 10;
+
 pub(super) struct Decoder<'a> {
     /// For messages.
     pub file: &'a Path,
+    /// The model file itself, if it is mapped.
+    pub whole: Option<Arc<MappedFile>>,
     pub folder: Option<Folder>,
 }
 
@@ -151,11 +157,17 @@ impl Decoder<'_> {
     }
 
     fn tensor(&mut self, proto: &TensorProto, label: impl Fn() -> String) -> Result<Tensor, ReadError> {
-        tensor_proto::decode(proto, self.folder.as_mut()).map_err(|problem| ReadError::Tensor {
-            file: self.file.to_owned(),
-            tensor: label(),
-            problem,
-        })
+        let mut tensor = tensor_proto::decode(proto, self.folder.as_mut())
+            .map_err(|problem| ReadError::Tensor { file: self.file.to_owned(), tensor: label(), problem })?;
+        if let (Bytes::Inline(bytes), Some(file)) = (&tensor.bytes, &self.whole) {
+            let start = (bytes.as_ptr() as usize).wrapping_sub(file.map.as_ptr() as usize);
+            // Typed values were converted into memory of their own, which is not in the map.
+            if bytes.len() >= MAPPED_FROM && start < file.map.len() {
+                let range = start..start + bytes.len();
+                tensor.bytes = Bytes::Mapped { file: Arc::clone(file), range };
+            }
+        }
+        Ok(tensor)
     }
 
     // Messages that are only carried along are not converted, so nothing would check the files they name.

@@ -3,6 +3,7 @@
 use std::{
     io,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use bytes::Bytes as SharedBytes;
@@ -78,28 +79,37 @@ pub enum TensorProblem {
 /// Neither the model file nor its data files may be truncated while the model is in use.
 pub fn read_model(path: &Path) -> Result<Model, ReadError> {
     let io_error = |source| ReadError::Io { file: path.to_owned(), source };
-    let file = MappedFile::open(path).map_err(io_error)?;
+    let name = path.file_name().ok_or_else(|| io_error(io::ErrorKind::InvalidInput.into()))?;
     // The folder of the path as given, not of what it links to: see `external::check_location`.
-    let folder = match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    };
-    read(SharedBytes::from_owner(file.map), path, Some(folder))
+    let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let whole = Arc::new(MappedFile::open(&folder.join(name)).map_err(io_error)?);
+    let bytes = SharedBytes::from_owner(Owner(Arc::clone(&whole)));
+    read(bytes, Decoder { file: path, whole: Some(whole), folder: Some(Folder::new(folder)) })
 }
 
 /// Reads a model from memory. Without a folder, external data is refused.
 pub fn read_model_bytes(bytes: SharedBytes, folder: Option<&Path>) -> Result<Model, ReadError> {
-    read(bytes, Path::new("model in memory"), folder)
+    read(bytes, Decoder { file: Path::new("model in memory"), whole: None, folder: folder.map(Folder::new) })
 }
 
-fn read(bytes: SharedBytes, file: &Path, folder: Option<&Path>) -> Result<Model, ReadError> {
+/// Lets slices of the message share the map with the tensors that refer to it by range.
+struct Owner(Arc<MappedFile>);
+
+impl AsRef<[u8]> for Owner {
+    fn as_ref(&self) -> &[u8] {
+        &self.0.map
+    }
+}
+
+fn read(bytes: SharedBytes, decoder: Decoder) -> Result<Model, ReadError> {
+    let file = decoder.file;
     if bytes.len() as u64 > PROTOBUF_LIMIT {
         return Err(ReadError::FileTooLarge { file: file.to_owned(), bytes: bytes.len() as u64 });
     }
-    // The decoder checks every length against what is left and refuses more than 100 nested messages.
+    // The protobuf decoder checks every length against what is left and refuses more than 100 nested messages.
     let proto =
         ModelProto::decode(bytes).map_err(|source| ReadError::Protobuf { file: file.to_owned(), source })?;
-    let model = Decoder { file, folder: folder.map(Folder::new) }.model(proto)?;
+    let model = decoder.model(proto)?;
     model.graph.validate().map_err(|source| ReadError::Graph { file: file.to_owned(), source })?;
     Ok(model)
 }

@@ -109,8 +109,9 @@ pub struct MappedFile {
 /// Where the little-endian bytes of a tensor are.
 #[derive(Clone)]
 pub enum Bytes {
-    /// In memory, or a slice of a mapped model file.
+    /// In memory, or a short slice of a mapped model file.
     Inline(SharedBytes),
+    /// External data, or a long slice of a mapped model file.
     Mapped {
         file: Arc<MappedFile>,
         range: Range<usize>,

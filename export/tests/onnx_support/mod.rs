@@ -143,3 +143,28 @@ pub fn external(entries: &[(&str, &str)]) -> TensorProto {
         ..TensorProto::default()
     }
 }
+
+/// Writes a model with `len` zeros as raw data of initializer `w`. They are a hole at the end of a sparse file and
+/// take no room on the disk.
+pub fn sparse_inline_model(path: &Path, len: u64) {
+    // Raw data comes last in its tensor, the tensor in its graph and the graph in its model.
+    let field = |message: Vec<u8>, tag: u8, rest: u64, inner: Vec<u8>| -> (Vec<u8>, u64) {
+        let mut bytes = message;
+        bytes.push(tag);
+        prost::encoding::encode_varint(rest, &mut bytes);
+        let total = bytes.len() as u64 + rest;
+        bytes.extend(inner);
+        (bytes, total)
+    };
+    let mut model = tensor_model(TensorProto::default());
+    let mut graph = model.graph.take().unwrap();
+    graph.initializer.clear();
+    let name = Some("w".into());
+    let tensor = TensorProto { dims: vec![len as i64], data_type: Some(2), name, ..TensorProto::default() };
+    let (bytes, total) = field(tensor.encode_to_vec(), 9 << 3 | 2, len, Vec::new());
+    let (bytes, total) = field(graph.encode_to_vec(), 5 << 3 | 2, total, bytes);
+    let (bytes, total) = field(model.encode_to_vec(), 7 << 3 | 2, total, bytes);
+    let mut file = fs::File::create(path).unwrap();
+    file.write_all(&bytes).unwrap();
+    file.set_len(total).unwrap();
+}
