@@ -7,10 +7,15 @@ mod assignment;
 mod device;
 mod env;
 mod error;
+mod extent;
+mod lower;
+mod selftest;
 mod stage;
 mod vulkan;
 
 pub use device::{Device, DeviceKind, Provider, Runtime, RuntimeOptions};
 pub use error::RuntimeError;
+pub use lower::{Attention, LowerError, Lowered, SCORE_LIMIT, lower, lower_within};
+pub use selftest::attention_self_test;
 pub use stage::{Stage, StageModel, TensorInfo};
 pub use vulkan::{Adapter, adapters};
