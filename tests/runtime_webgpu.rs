@@ -52,26 +52,13 @@ fn webgpu_refuses_nodes_on_the_cpu() {
     assert_eq!(error.exit_code(), 6);
 }
 
-/// The output of one attention of `heads` heads: fused on the CPU, and lowered with the limit on the device.
-fn attention(dtype: DType, rows: usize, heads: usize, size: usize) -> (Net, runtime_support::Feeds) {
-    let mut net = Net::new(dtype);
-    let shape = [1, rows, heads * size];
-    let mut feeds = Vec::new();
-    for (seed, name) in ["q", "k", "v"].into_iter().enumerate() {
-        net.x(name, &shape);
-        feeds.push((name.to_owned(), tensor(dtype, &shape, &noise(seed as u64 + 1, rows * heads * size))));
-    }
-    net.node("ms.MultiHeadAttention", &["q", "k", "v"], "y", &[("num_heads", int(heads as i64))]);
-    (net, feeds)
-}
-
 #[test]
 fn webgpu_lowered_attention_agrees_with_the_fused_one() {
     let Some(mut gpu) = webgpu() else { return };
-    let (plain, plain_feeds) = attention(DType::F32, 80, 4, 32);
+    let (plain, plain_feeds) = cases::attention(DType::F32, 80, 4, 32);
     let expected = run(&mut cpu(), &plain.model(&["y"]), &plain_feeds, &["y"]).unwrap()[0].to_f32();
     for (dtype, bar) in [(DType::F32, 1e-6), (DType::F16, 3e-3)] {
-        let (net, feeds) = attention(dtype, 80, 4, 32);
+        let (net, feeds) = cases::attention(dtype, 80, 4, 32);
         // 80 rows of scores for 4 heads, whole; in 4 slices; and in 10, which takes a tree of two levels.
         let bytes = 80 * 80 * 4 * if dtype == DType::F16 { 2 } else { 4 };
         for (limit, chunks) in [(u64::MAX, 1), (bytes / 4, 4), (bytes / 10, 10)] {
@@ -104,7 +91,7 @@ fn webgpu_attention_self_test_answers() {
 #[test]
 fn webgpu_exposes_inner_values() {
     let Some(mut gpu) = webgpu() else { return };
-    let (mut net, feeds) = attention(DType::F32, 8, 1, 8);
+    let (mut net, feeds) = cases::attention(DType::F32, 8, 1, 8);
     net.node("Neg", &["y"], "z", &[]);
     let mut model = net.model(&["z"]);
     let y = model.graph.find("y").unwrap();

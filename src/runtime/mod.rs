@@ -7,14 +7,17 @@ mod assignment;
 mod device;
 mod env;
 mod error;
+mod exit;
 mod extent;
 mod lower;
+mod resolve;
 mod selftest;
 mod stage;
 mod vulkan;
 
 pub use device::{Device, DeviceKind, Provider, Runtime, RuntimeOptions};
 pub use error::RuntimeError;
+pub use exit::exit;
 pub use lower::{Attention, LowerError, Lowered, SCORE_LIMIT, lower, lower_within};
 pub use selftest::attention_self_test;
 pub use stage::{Stage, StageModel, TensorInfo};

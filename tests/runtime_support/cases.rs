@@ -271,3 +271,16 @@ fn pointwise(dtype: DType) -> Vec<Case> {
     cases.push(case.done("Sqrt, Div, Sqrt of one number"));
     cases
 }
+
+/// One attention over q, k and v [1, rows, heads * size], with the output `y`.
+pub fn attention(dtype: DType, rows: usize, heads: usize, size: usize) -> (Net, Feeds) {
+    let mut net = Net::new(dtype);
+    let shape = [1, rows, heads * size];
+    let mut feeds = Vec::new();
+    for (seed, name) in ["q", "k", "v"].into_iter().enumerate() {
+        net.x(name, &shape);
+        feeds.push((name.to_owned(), tensor(dtype, &shape, &noise(seed as u64 + 1, rows * heads * size))));
+    }
+    net.node("ms.MultiHeadAttention", &["q", "k", "v"], "y", &[("num_heads", int(heads as i64))]);
+    (net, feeds)
+}
