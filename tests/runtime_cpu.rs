@@ -2,14 +2,14 @@
 
 mod runtime_support;
 
-use std::path::Path;
+use std::{collections::BTreeMap, path::Path};
 
-use runtime_support::{Net, cpu, noise};
+use runtime_support::{Net, cases, cpu, float, int, noise, relative_error, run};
 use viaduct::{
-    runtime::{DeviceKind, Provider, RuntimeError, StageModel},
+    runtime::{Device, DeviceKind, Provider, Runtime, RuntimeError, Stage, StageModel, lower, lower_within},
     tensor::HostTensor,
 };
-use viaduct_export::onnx::{DType, Dim, model_bytes};
+use viaduct_export::onnx::{DType, Dim, ValueType, WriteOptions, model_bytes, read_model, write_model};
 
 fn matmul() -> Vec<u8> {
     let mut net = Net::new(DType::F32);
@@ -20,7 +20,7 @@ fn matmul() -> Vec<u8> {
     model_bytes(&net.model(&["y", "z"])).unwrap()
 }
 
-fn open(runtime: &mut viaduct::runtime::Runtime) -> viaduct::runtime::Stage<'_> {
+fn open(runtime: &mut Runtime) -> Stage<'_> {
     runtime.open(StageModel { name: "toy", bytes: matmul(), folder: Path::new(".") }).unwrap()
 }
 
@@ -84,4 +84,114 @@ fn a_broken_model_names_its_stage() {
     let error = cpu().open(StageModel { name: "toy", bytes: vec![1, 2, 3], folder: Path::new(".") }).err().unwrap();
     assert!(error.to_string().starts_with("stage toy: the session could not be made"), "{error}");
     assert_eq!(error.exit_code(), 1);
+}
+
+/// The CPU provider has few f16 kernels; ONNX Runtime puts casts around the others, the fused attention included.
+#[test]
+fn every_operator_runs_in_f16_too() {
+    let mut runtime = cpu();
+    let mut wrong = Vec::new();
+    for (case, plain) in cases::all(DType::F16).iter().zip(&cases::all(DType::F32)) {
+        let expected = run(&mut runtime, &plain.net.model(&["y"]), &plain.feeds, &["y"]).unwrap();
+        let error = match run(&mut runtime, &case.net.model(&["y"]), &case.feeds, &["y"]) {
+            Ok(y) => relative_error(&y[0].to_f32(), &expected[0].to_f32()),
+            Err(e) => {
+                wrong.push(format!("{}: {e}", case.name));
+                continue;
+            }
+        };
+        println!("{:46} {error:9.2e}", case.name);
+        if error > case.bars[1] {
+            wrong.push(format!("{}: {error:e}", case.name));
+        }
+    }
+    assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn attention_stays_fused() {
+    let mut runtime = cpu();
+    let device = runtime.device().clone();
+    let run_attention = |runtime: &mut Runtime, dtype, device: &Device| {
+        let (net, feeds) = cases::attention(dtype, 80, 4, 32);
+        let mut model = net.model(&["y"]);
+        let lowered = lower(&mut model, device, &BTreeMap::new(), &[]).unwrap();
+        (lowered.attention[0].chunks, run(runtime, &model, &feeds, &["y"]).unwrap()[0].to_f32())
+    };
+    let unfit = Device { fused_attention: false, ..device.clone() };
+    let (chunks, expected) = run_attention(&mut runtime, DType::F32, &unfit);
+    assert_eq!(chunks, Some(1));
+    for (dtype, bar) in [(DType::F32, 1e-6), (DType::F16, 2e-3)] {
+        let (chunks, y) = run_attention(&mut runtime, dtype, &device);
+        assert_eq!(chunks, None);
+        let error = relative_error(&y, &expected);
+        assert!(error <= bar, "{dtype:?}: {error:e}");
+    }
+}
+
+/// The number of query rows follows from the graph as an exporter writes it: rows of two streams laid end to end,
+/// heads split and joined, angles behind a cast.
+#[test]
+fn the_rows_of_attention_follow_from_the_graph() {
+    let mut net = Net::new(DType::F16);
+    let image = Dim::Symbol("image_seq".to_owned());
+    net.input("image", DType::F16, &[Dim::Fixed(1), image, Dim::Fixed(64)]).x("text", &[1, 12, 64]);
+    let half = Dim::Fixed(16);
+    net.input("cos", DType::F32, &[Dim::Symbol("joint_seq".to_owned()), half.clone()]);
+    net.input("sin", DType::F32, &[Dim::Symbol("joint_seq".to_owned()), half]);
+    net.float("w", &[64, 64], &noise(1, 64 * 64)).float("s", &[32], &[1.0; 32]).ints("zero", &[0]);
+    net.ints("split", &[0, 0, 2, 32]).ints("join", &[0, 0, -1]);
+    let f16 = int(i64::from(DType::F16.to_onnx()));
+    net.node("Cast", &["cos"], "c", &[("to", f16.clone())]).node("Cast", &["sin"], "n", &[("to", f16)]);
+    net.node("MatMul", &["image", "w"], "pi", &[]).node("MatMul", &["text", "w"], "pt", &[]);
+    for (x, y) in [("pi", "hi"), ("pt", "ht")] {
+        let [a, b] = [format!("{y}_split"), format!("{y}_norm")];
+        net.node("Reshape", &[x, "split"], &a, &[]);
+        net.node("RMSNormalization", &[&a, "s"], &b, &[("epsilon", float(1e-6))]);
+        net.node("Reshape", &[&b, "join"], y, &[]);
+    }
+    net.node("Concat", &["ht", "hi"], "qk", &[("axis", int(1))]);
+    net.node("Concat", &["pt", "pi"], "v", &[("axis", int(1))]);
+    let rotary = [("interleaved", int(1)), ("num_heads", int(2))];
+    net.node("ms.RotaryEmbedding", &["qk", "zero", "c", "n"], "r", &rotary);
+    net.node("ms.MultiHeadAttention", &["r", "r", "v"], "y", &[("num_heads", int(2))]);
+    let mut model = net.model(&["y"]);
+    for name in ["r", "v"] {
+        let id = model.graph.find(name).unwrap();
+        model.graph[id].ty = Some(ValueType::Tensor { dtype: DType::F16, shape: None });
+    }
+    let unfit = Device { fused_attention: false, ..cpu().device().clone() };
+    let dims = BTreeMap::from([("image_seq".to_owned(), 20), ("joint_seq".to_owned(), 32)]);
+    // 2 heads x 32 keys x 2 bytes for each of 32 rows, in slices of at most 1000 bytes: 7 rows, so 5 slices.
+    let lowered = lower_within(&mut model.clone(), &unfit, &dims, &[], 1000).unwrap();
+    assert_eq!((lowered.attention[0].chunks, lowered.attention[0].score_bytes), (Some(5), 7 * 2 * 32 * 2));
+    let error = lower_within(&mut model, &unfit, &BTreeMap::new(), &[], 1000).unwrap_err().to_string();
+    assert!(error.contains("the number of query rows does not follow"), "{error}");
+}
+
+/// Weights in a file beside the model, and behind a link as in a Hub cache:
+/// https://github.com/microsoft/onnxruntime/issues/27353
+#[test]
+fn external_weights_may_be_behind_links() {
+    let weight = noise(1, 64 * 64);
+    let mut net = Net::new(DType::F32);
+    net.x("x", &[1, 64]).float("w", &[64, 64], &weight).node("MatMul", &["x", "w"], "y", &[]);
+    let feeds = vec![("x".to_owned(), HostTensor::f32(&[1, 64], noise(2, 64)))];
+    let expected = run(&mut cpu(), &net.model(&["y"]), &feeds, &["y"]).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let real = folder.path().join("blobs");
+    let linked = folder.path().join("snapshot");
+    std::fs::create_dir_all(&real).unwrap();
+    std::fs::create_dir_all(&linked).unwrap();
+    write_model(&net.model(&["y"]), &real.join("m.onnx"), &WriteOptions::default()).unwrap();
+    for entry in std::fs::read_dir(&real).unwrap() {
+        let name = entry.unwrap().file_name();
+        std::os::unix::fs::symlink(Path::new("../blobs").join(&name), linked.join(&name)).unwrap();
+    }
+    for folder in [&real, &linked] {
+        let model = read_model(&folder.join("m.onnx")).unwrap();
+        let mut runtime = cpu();
+        let mut stage = runtime.open_model("toy", model).unwrap();
+        assert_eq!(stage.run(&[("x", &feeds[0].1)], &["y"]).unwrap(), expected);
+    }
 }

@@ -5,7 +5,7 @@ use viaduct_export::{
     onnx::{model_bytes, read_model},
 };
 
-use super::{Runtime, RuntimeError, Stage, StageModel};
+use super::{Runtime, RuntimeError, Stage, StageModel, lower::lower};
 
 /// How a stage is to be opened.
 pub struct Binding<'a> {
@@ -26,14 +26,12 @@ impl Runtime {
         let stage = bundle.stage(name)?;
         let path = bundle.path(&stage.graph)?;
         let mut model = read_model(&path).map_err(|source| RuntimeError::Graph { stage: name.to_owned(), source })?;
-        let graph = &mut model.graph;
-        let inside: Vec<_> = graph
-            .values()
-            .filter(|(id, value)| (binding.exposed)(&value.name) && !graph.inputs.contains(id))
-            .map(|(id, _)| id)
-            .filter(|id| !graph.outputs.contains(id))
-            .collect();
-        graph.outputs.extend(inside);
+        let inner = model.graph.values().map(|(_, value)| value.name.clone()).filter(|name| (binding.exposed)(name));
+        let inner: Vec<String> = inner.collect();
+        let exposed: Vec<&str> = inner.iter().map(String::as_str).collect();
+        let sizes = binding.sizes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect();
+        lower(&mut model, self.device(), &sizes, &exposed)
+            .map_err(|source| RuntimeError::Lower { stage: name.to_owned(), source })?;
         let bytes = model_bytes(&model).map_err(|source| RuntimeError::Write { stage: name.to_owned(), source })?;
         self.open(StageModel { name, bytes, folder: &bundle.folder })
     }

@@ -3,10 +3,10 @@
 use std::{
     ffi::CStr,
     path::PathBuf,
-    sync::{Mutex, OnceLock, PoisonError},
+    sync::{Arc, Mutex, OnceLock, PoisonError},
 };
 
-use ort::{AsPointer, environment::Environment};
+use ort::{AsPointer, environment::Environment, logging::LogLevel};
 
 use super::RuntimeError;
 
@@ -91,11 +91,17 @@ fn load() -> Result<Env, RuntimeError> {
     let unusable = |reason: String| RuntimeError::LibraryUnusable { path: path.clone(), reason };
     prepare_variables().map_err(|e| unusable(e.to_string()))?;
     let builder = ort::init_from(&path).map_err(|e| unusable(e.to_string()))?;
-    let ort = builder.with_name("viaduct").with_telemetry(false).build();
+    let ort = builder.with_name("viaduct").with_telemetry(false).with_logger(Arc::new(log)).build();
     let ort = ort.map_err(|e| unusable(e.message().to_owned()))?;
+    ort.set_log_level(LogLevel::Warning);
     let mut env = Env { ort, version: String::new(), directory, plugin: OnceLock::new() };
     env.version = env.provider_version(CPU);
     Ok(env)
+}
+
+/// ONNX Runtime's own messages. What it calls an error is returned as one too, so that none needs to be shown.
+fn log(_: LogLevel, category: &str, id: &str, location: &str, message: &str) {
+    tracing::debug!(target: "onnxruntime", category, id, location, "{message}");
 }
 
 /// The directory that `VIADUCT_RUNTIME` names; else the nearest `runtime/` beside the executable or above it; else

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use super::lower::LowerError;
 use viaduct_export::{
     bundle::BundleError,
     onnx::{ReadError, WriteError},
@@ -20,6 +21,8 @@ pub enum RuntimeError {
     Bundle(#[from] BundleError),
     #[error("stage {stage}: {source}")]
     Graph { stage: String, source: ReadError },
+    #[error("stage {stage}: {source}")]
+    Lower { stage: String, source: LowerError },
     #[error("stage {stage}: {source}")]
     Write { stage: String, source: WriteError },
     #[error("stage {stage}: the session could not be made: {reason}")]

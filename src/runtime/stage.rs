@@ -73,6 +73,7 @@ impl Runtime {
         let session = self.session(&model).map_err(|reason| self.open_error(stage, reason))?;
         drop(model.bytes);
         let failed = |e: ort::Error| RuntimeError::Open { stage: stage.to_owned(), reason: e.message().to_owned() };
+        // ONNX Runtime's own option against CPU nodes does not say which they are.
         let assignment = assignment::read(&session).map_err(failed)?;
         if self.device.provider == Provider::WebGpu && !assignment.on_cpu.is_empty() {
             return Err(RuntimeError::CpuNodes { stage: stage.to_owned(), nodes: assignment.on_cpu });
@@ -110,7 +111,6 @@ impl Runtime {
             let options = [("storageBufferCacheMode", "simple")];
             let options = options.map(|(k, v)| (format!("{}.{k}", super::env::WEBGPU), v.to_owned()));
             builder = builder.with_devices([device], Some(&options)).map_err(text)?;
-            builder = builder.with_disable_cpu_fallback().map_err(text)?;
         }
         builder.commit_from_memory(&model.bytes).map_err(text)
     }

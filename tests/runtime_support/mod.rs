@@ -1,6 +1,8 @@
 //! Small models, reproducible values and comparisons for the tests of the runtime.
 #![allow(dead_code)]
 
+pub mod cases;
+
 use std::{
     path::Path,
     sync::{Mutex, MutexGuard, PoisonError},
