@@ -22,7 +22,8 @@ fn webgpu_runs_every_operator() {
     for (i, dtype) in dtypes.into_iter().enumerate() {
         for (case, plain) in cases::all(dtype).iter().zip(&cases::all(DType::F32)) {
             let expected = run(&mut cpu, &plain.net.model(&["y"]), &plain.feeds, &["y"]);
-            let expected = expected.unwrap_or_else(|e| panic!("{} on the CPU: {e}", plain.name)).remove(0).to_f32();
+            let expected =
+                expected.unwrap_or_else(|e| panic!("{} on the CPU: {e}", plain.name)).remove(0).to_f32();
             let start = Instant::now();
             let outcome = match run(&mut gpu.runtime, &case.net.model(&["y"]), &case.feeds, &["y"]) {
                 Ok(y) => Ok(relative_error(&y[0].to_f32(), &expected)),
@@ -69,7 +70,10 @@ fn webgpu_lowered_attention_agrees_with_the_fused_one() {
             let start = Instant::now();
             let y = run(&mut gpu.runtime, &model, &feeds, &["y"]).unwrap();
             let error = relative_error(&y[0].to_f32(), &expected);
-            println!("{dtype:?} attention in {chunks} slices: {error:.2e} {:.2} s", start.elapsed().as_secs_f32());
+            println!(
+                "{dtype:?} attention in {chunks} slices: {error:.2e} {:.2} s",
+                start.elapsed().as_secs_f32()
+            );
             assert!(error <= bar, "{dtype:?} in {chunks} slices: {error:e}");
         }
     }

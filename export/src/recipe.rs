@@ -244,7 +244,8 @@ impl Recipe {
     /// A section that belongs to the recipe's family, for example `text_encoder`.
     pub fn section<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<T, RecipeError> {
         let invalid = |message| RecipeError::Invalid { origin: format!("'{}'", self.name), message };
-        let section = self.sections.get(name).ok_or_else(|| invalid(format!("section [{name}] is missing")))?;
+        let section =
+            self.sections.get(name).ok_or_else(|| invalid(format!("section [{name}] is missing")))?;
         section.clone().try_into().map_err(|e| invalid(format!("[{name}]: {e}")))
     }
 
@@ -252,7 +253,8 @@ impl Recipe {
         for (name, profile) in &self.profiles {
             let changed = profile.components.values().flat_map(|c| c.rules.iter().flatten());
             for rule in profile.base.rules.iter().chain(changed) {
-                Regex::new(&rule.pattern).map_err(|e| format!("profile {name}, rule '{}': {e}", rule.pattern))?;
+                Regex::new(&rule.pattern)
+                    .map_err(|e| format!("profile {name}, rule '{}': {e}", rule.pattern))?;
             }
             let blocks = profile.components.values().filter_map(|c| c.block).chain([profile.base.block]);
             for block in blocks {
@@ -283,7 +285,8 @@ fn read_table(path: &Path) -> Result<toml::Table, RecipeError> {
 }
 
 fn parse(text: &str, origin: &str) -> Result<toml::Table, RecipeError> {
-    let invalid = |e: toml::de::Error| RecipeError::Invalid { origin: origin.to_owned(), message: e.to_string() };
+    let invalid =
+        |e: toml::de::Error| RecipeError::Invalid { origin: origin.to_owned(), message: e.to_string() };
     toml::from_str(text).map_err(invalid)
 }
 
@@ -320,10 +323,8 @@ fn set_value(table: &mut toml::Table, recipe: &str, key: &str, text: &str) -> Re
     let mut place = &mut *table;
     for part in section.split('.').filter(|p| !p.is_empty()) {
         let near = join(place.keys());
-        place = place.get_mut(part).and_then(|v| v.as_table_mut()).ok_or_else(|| RecipeError::UnknownKey {
-            key: key.to_owned(),
-            recipe: recipe.to_owned(),
-            near,
+        place = place.get_mut(part).and_then(|v| v.as_table_mut()).ok_or_else(|| {
+            RecipeError::UnknownKey { key: key.to_owned(), recipe: recipe.to_owned(), near }
         })?;
     }
     let near = join(place.keys());
@@ -334,9 +335,13 @@ fn set_value(table: &mut toml::Table, recipe: &str, key: &str, text: &str) -> Re
     })?;
     let bad = |expected| RecipeError::BadValue { key: key.to_owned(), value: text.to_owned(), expected };
     *old = match old {
-        toml::Value::Integer(_) => text.parse().map(toml::Value::Integer).map_err(|_| bad("a whole number"))?,
+        toml::Value::Integer(_) => {
+            text.parse().map(toml::Value::Integer).map_err(|_| bad("a whole number"))?
+        }
         toml::Value::Float(_) => text.parse().map(toml::Value::Float).map_err(|_| bad("a number"))?,
-        toml::Value::Boolean(_) => text.parse().map(toml::Value::Boolean).map_err(|_| bad("true or false"))?,
+        toml::Value::Boolean(_) => {
+            text.parse().map(toml::Value::Boolean).map_err(|_| bad("true or false"))?
+        }
         toml::Value::String(_) => toml::Value::String(text.to_owned()),
         toml::Value::Array(_) => toml::Value::Array(
             text.split(',')

@@ -16,7 +16,8 @@ pub struct Progress {
 
 impl Progress {
     pub fn new(style: ProgressStyle) -> Progress {
-        let bar = (style == ProgressStyle::Auto && std::io::stderr().is_terminal()).then(ProgressBar::no_length);
+        let bar =
+            (style == ProgressStyle::Auto && std::io::stderr().is_terminal()).then(ProgressBar::no_length);
         if let Some(bar) = &bar {
             bar.set_style(spinner());
             bar.enable_steady_tick(Duration::from_millis(120));

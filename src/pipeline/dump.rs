@@ -1,6 +1,9 @@
 //! Keeps every boundary tensor of a run as .npy, under the names of the reference files.
 
-use std::{fs, io, path::{Path, PathBuf}};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
 
 use super::probe::Probe;
 use crate::{
@@ -39,7 +42,8 @@ impl Dump {
 
     fn write(&mut self, name: &str, tensor: &HostTensor) {
         if self.failed.is_none() {
-            self.failed = npy::write(&self.folder.join(format!("{name}.npy")), Existing::Replace, tensor).err();
+            self.failed =
+                npy::write(&self.folder.join(format!("{name}.npy")), Existing::Replace, tensor).err();
         }
     }
 }

@@ -1,6 +1,10 @@
 //! Rows of an embedding table, gathered on the host from a mapped file: the table never reaches the device.
 
-use std::{fs::File, io, path::{Path, PathBuf}};
+use std::{
+    fs::File,
+    io,
+    path::{Path, PathBuf},
+};
 
 use half::f16;
 use memmap2::Mmap;
@@ -14,7 +18,9 @@ pub enum EmbeddingError {
     Read { path: PathBuf, source: io::Error },
     #[error("{}: {found} bytes, but a table of {rows} x {width} has {expected:?}", path.display())]
     Size { path: PathBuf, rows: usize, width: usize, expected: Option<usize>, found: usize },
-    #[error("token id {id} is not in the embedding table of {rows} rows; tokenizer and weights do not belong together")]
+    #[error(
+        "token id {id} is not in the embedding table of {rows} rows; tokenizer and weights do not belong together"
+    )]
     Id { id: i64, rows: usize },
     #[error("token ids must be i64")]
     IdType,

@@ -14,7 +14,9 @@ use super::{
     event::{Event, Listener},
     image::{ImageError, check_finite, check_varied},
     noise::{LatentError, draw_latents, pack_latents, unpack_latents},
-    position::{PadKeys, PositionError, PositionId, image_ids, rope_tables, rope_tables_1d, text_ids, text_mask},
+    position::{
+        PadKeys, PositionError, PositionId, image_ids, rope_tables, rope_tables_1d, text_ids, text_mask,
+    },
     probe::Probe,
     prompt::{EncodedPrompt, PromptEncoder, PromptError},
     schedule::{Schedule, ScheduleError, time_embedding},
@@ -146,12 +148,13 @@ impl<'a> Flux2<'a> {
         let path = self.bundle.path(&text.embedding.file)?;
         let embeds = gather_rows(&path, &text.embedding, &prompt.ids)?;
         let pad_keys = if text.mask_padding { PadKeys::Hidden } else { PadKeys::Visible };
-        let Values::I64(mask) = &prompt.mask.values else { unreachable!("the prompt encoder makes an i64 mask") };
+        let Values::I64(mask) = &prompt.mask.values else {
+            unreachable!("the prompt encoder makes an i64 mask")
+        };
         let mask = text_mask(mask, pad_keys);
         let (cos, sin) = rope_tables_1d(text.length, text.head_dim, text.rope_theta)?;
         let mut stage = self.stage("text_encoder", &[], run.runtime, &mut run.watch)?;
-        let inputs =
-            [("inputs_embeds", &embeds), ("mask", &mask), ("rope_cos", &cos), ("rope_sin", &sin)];
+        let inputs = [("inputs_embeds", &embeds), ("mask", &mask), ("rope_cos", &cos), ("rope_sin", &sin)];
         let embeds = stage.run(&inputs, &["prompt_embeds"])?.remove(0);
         drop(stage);
         check_finite("text_encoder", None, &embeds)?;
@@ -232,7 +235,11 @@ impl<'a> Flux2<'a> {
     }
 
     /// Rotary tables of the joint sequence, text rows first: [tokens, head_dim / 2].
-    fn joint_tables(&self, size: Size, probe: &mut dyn Probe) -> Result<(HostTensor, HostTensor), Flux2Error> {
+    fn joint_tables(
+        &self,
+        size: Size,
+        probe: &mut dyn Probe,
+    ) -> Result<(HostTensor, HostTensor), Flux2Error> {
         let transformer = &self.parameters.transformer;
         let [rows, columns] = size.grid();
         let mut ids = text_ids(self.parameters.text.length, transformer.text_ids);
@@ -254,7 +261,8 @@ impl<'a> Flux2<'a> {
     fn decode(&self, latents: &HostTensor, size: Size, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
         let [rows, columns] = size.grid();
         let latents = unpack_latents(latents, rows, columns)?;
-        let [height, width] = [rows, columns].map(|n| n * self.parameters.vae.pixels_per_token / self.parameters.vae.downscale);
+        let [height, width] =
+            [rows, columns].map(|n| n * self.parameters.vae.pixels_per_token / self.parameters.vae.downscale);
         let bound = [
             ("latent_height", rows),
             ("latent_width", columns),
@@ -320,11 +328,18 @@ impl<'a> Flux2<'a> {
         run: &mut Run<'_>,
     ) -> Result<HostTensor, Flux2Error> {
         let shape = q.shape.clone();
-        let [_, height, width, channels] = shape[..] else { unreachable!("the stage's outputs have four dimensions") };
+        let [_, height, width, channels] = shape[..] else {
+            unreachable!("the stage's outputs have four dimensions")
+        };
         let rows = height * width;
         let chunk = chunk.min(rows);
         let (kt, v) = (kt.reshaped(&[1, channels, rows]), v.reshaped(&[1, rows, channels]));
-        let mut stage = self.stage("vae_attention", &[("chunk_rows", chunk), ("kv_rows", rows)], run.runtime, &mut run.watch)?;
+        let mut stage = self.stage(
+            "vae_attention",
+            &[("chunk_rows", chunk), ("kv_rows", rows)],
+            run.runtime,
+            &mut run.watch,
+        )?;
         stage.bind("kt", &kt)?;
         stage.bind("v", &v)?;
         let queries = q.to_f32();

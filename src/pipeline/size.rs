@@ -7,7 +7,9 @@ const MAX_SIDE: usize = 16384;
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SizeError {
-    #[error("{name} {value} is not a multiple of {multiple}, which this model draws in; try {below} or {above}")]
+    #[error(
+        "{name} {value} is not a multiple of {multiple}, which this model draws in; try {below} or {above}"
+    )]
     NotAMultiple { name: &'static str, value: usize, multiple: usize, below: usize, above: usize },
     #[error("{name} {value} is out of range; legal are multiples of {multiple} up to {MAX_SIDE}")]
     OutOfRange { name: &'static str, value: usize, multiple: usize },

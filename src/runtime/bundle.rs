@@ -25,14 +25,18 @@ impl Runtime {
     ) -> Result<Stage<'_>, RuntimeError> {
         let stage = bundle.stage(name)?;
         let path = bundle.path(&stage.graph)?;
-        let mut model = read_model(&path).map_err(|source| RuntimeError::Graph { stage: name.to_owned(), source })?;
-        let inner = model.graph.values().map(|(_, value)| value.name.clone()).filter(|name| (binding.exposed)(name));
-        let inner: Vec<String> = inner.collect();
+        let mut model =
+            read_model(&path).map_err(|source| RuntimeError::Graph { stage: name.to_owned(), source })?;
+        let graph = &model.graph;
+        let inner =
+            graph.values().filter(|(id, value)| (binding.exposed)(&value.name) && !graph.inputs.contains(id));
+        let inner: Vec<String> = inner.map(|(_, value)| value.name.clone()).collect();
         let exposed: Vec<&str> = inner.iter().map(String::as_str).collect();
         let sizes = binding.sizes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect();
         lower(&mut model, self.device(), &sizes, &exposed)
             .map_err(|source| RuntimeError::Lower { stage: name.to_owned(), source })?;
-        let bytes = model_bytes(&model).map_err(|source| RuntimeError::Write { stage: name.to_owned(), source })?;
+        let bytes =
+            model_bytes(&model).map_err(|source| RuntimeError::Write { stage: name.to_owned(), source })?;
         self.open(StageModel { name, bytes, folder: &bundle.folder })
     }
 }

@@ -72,13 +72,15 @@ impl Runtime {
         let stage = model.name;
         let session = self.session(&model).map_err(|reason| self.open_error(stage, reason))?;
         drop(model.bytes);
-        let failed = |e: ort::Error| RuntimeError::Open { stage: stage.to_owned(), reason: e.message().to_owned() };
+        let failed =
+            |e: ort::Error| RuntimeError::Open { stage: stage.to_owned(), reason: e.message().to_owned() };
         // ONNX Runtime's own option against CPU nodes does not say which they are.
         let assignment = assignment::read(&session).map_err(failed)?;
         if self.device.provider == Provider::WebGpu && !assignment.on_cpu.is_empty() {
             return Err(RuntimeError::CpuNodes { stage: stage.to_owned(), nodes: assignment.on_cpu });
         }
-        let info = |outlets: &[Outlet]| outlets.iter().map(|o| describe(stage, o)).collect::<Result<Vec<_>, _>>();
+        let info =
+            |outlets: &[Outlet]| outlets.iter().map(|o| describe(stage, o)).collect::<Result<Vec<_>, _>>();
         Ok(Stage {
             name: stage.to_owned(),
             device: &self.device,
@@ -169,7 +171,10 @@ impl Stage<'_> {
         let given: BTreeSet<&str> = inputs.iter().map(|i| i.0).collect();
         let known = |name: &str| given.contains(name) || self.bound.contains_key(name);
         if let Some(missing) = self.inputs.iter().find(|i| !known(&i.name)) {
-            return Err(RuntimeError::InputMissing { stage: self.name.clone(), tensor: missing.name.clone() });
+            return Err(RuntimeError::InputMissing {
+                stage: self.name.clone(),
+                tensor: missing.name.clone(),
+            });
         }
         for name in outputs {
             find(&self.name, "output", &self.outputs, name)?;
@@ -221,7 +226,10 @@ impl Stage<'_> {
                     Dim::Symbol(symbol) => {
                         let first = *symbols.entry(symbol).or_insert((*size, name));
                         if first.0 != *size {
-                            return Err(bad(format!("{symbol} = {} on axis {axis} as in {}", first.0, first.1)));
+                            return Err(bad(format!(
+                                "{symbol} = {} on axis {axis} as in {}",
+                                first.0, first.1
+                            )));
                         }
                     }
                     Dim::Fixed(_) | Dim::Unknown => {}
@@ -257,7 +265,10 @@ where
 }
 
 fn download(stage: &str, name: &str, value: Option<&DynValue>) -> Result<HostTensor, RuntimeError> {
-    let failed = |reason: String| RuntimeError::Run { stage: stage.to_owned(), reason: format!("output {name}: {reason}") };
+    let failed = |reason: String| RuntimeError::Run {
+        stage: stage.to_owned(),
+        reason: format!("output {name}: {reason}"),
+    };
     let value = value.ok_or_else(|| failed("not returned".to_owned()))?;
     fn read<T: PrimitiveTensorElementType + Copy>(value: &DynValue) -> ort::Result<(Vec<usize>, Vec<T>)> {
         let (shape, values) = value.try_extract_tensor::<T>()?;

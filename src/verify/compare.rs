@@ -12,7 +12,8 @@ use crate::{
 };
 
 /// Bars that hold for every profile, because the host computes these in f32: largest absolute difference.
-const HOST_BARS: &[(&str, f64)] = &[("sigmas", 1e-6), ("rope_cos", 1e-6), ("rope_sin", 1e-6), ("noise_nchw", 0.0)];
+const HOST_BARS: &[(&str, f64)] =
+    &[("sigmas", 1e-6), ("rope_cos", 1e-6), ("rope_sin", 1e-6), ("noise_nchw", 0.0)];
 /// Normals from one seed may differ in the last bits between the reference's own code paths.
 const NOISE_BAR: f64 = 2e-6;
 
@@ -80,7 +81,14 @@ impl<'a> Comparer<'a> {
         let detail = format!("largest difference {:.5} of 1", largest_difference(image, &reference));
         let outcome = if db >= bar { Outcome::Passed } else { Outcome::Missed };
         // An exact picture has no finite PSNR, and JSON has no infinity.
-        self.rows.push(Row { name: name.to_owned(), measure: "psnr", value: db.min(999.0), bar, outcome, detail });
+        self.rows.push(Row {
+            name: name.to_owned(),
+            measure: "psnr",
+            value: db.min(999.0),
+            bar,
+            outcome,
+            detail,
+        });
         Ok(())
     }
 
@@ -120,11 +128,8 @@ impl<'a> Comparer<'a> {
         }
         let (a, b) = (tensor.to_f32(), reference.to_f32());
         let width = b.len() / self.padding.len();
-        let errors: Vec<f64> = a
-            .chunks_exact(width)
-            .zip(b.chunks_exact(width))
-            .map(|(a, b)| worst(a, b) / largest(b))
-            .collect();
+        let errors: Vec<f64> =
+            a.chunks_exact(width).zip(b.chunks_exact(width)).map(|(a, b)| worst(a, b) / largest(b)).collect();
         for (class, wanted) in [("real rows", false), ("padding rows", true)] {
             let rows = errors.iter().zip(&self.padding).filter(|(_, padding)| **padding == wanted);
             let Some(worst) = rows.clone().map(|(error, _)| *error).reduce(nan_max) else { continue };

@@ -51,7 +51,9 @@ impl Oracle {
         }
         let entries = fs::read_dir(folder).map_err(|e| problem(e.to_string()))?;
         let names = entries
-            .filter_map(|entry| entry.ok()?.file_name().into_string().ok()?.strip_suffix(".npy").map(str::to_owned))
+            .filter_map(|entry| {
+                entry.ok()?.file_name().into_string().ok()?.strip_suffix(".npy").map(str::to_owned)
+            })
             .collect();
         Ok(Oracle { folder: folder.to_owned(), request, names })
     }

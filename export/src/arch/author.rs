@@ -78,7 +78,12 @@ impl<'a> Author<'a> {
 
     /// MatMul with the weight transposed to [inputs, outputs] when it is written. Where the stored type differs from
     /// that of `x`, the product is computed in f32.
-    fn plain_matmul(&mut self, x: ValueId, layer: &Linear<'_>, stored: DType) -> Result<ValueId, AuthorError> {
+    fn plain_matmul(
+        &mut self,
+        x: ValueId,
+        layer: &Linear<'_>,
+        stored: DType,
+    ) -> Result<ValueId, AuthorError> {
         let tensor = self.tensor(layer.weight, &[layer.outputs, layer.inputs], stored)?;
         let tensor = in_tensor(layer.weight, quant::transpose(tensor))?;
         let weight = self.graph.constant(layer.weight, tensor);

@@ -49,12 +49,19 @@ pub enum ExportError {
 #[derive(Clone, Debug)]
 pub enum ExportEvent {
     /// The recipe was chosen; `origin` says why that one.
-    Recipe { name: String, origin: String },
+    Recipe {
+        name: String,
+        origin: String,
+    },
     /// The folder that is being filled; it becomes the bundle at the end and is removed on an error.
     Staging(PathBuf),
     /// All graphs are authored: this many bytes will be written.
-    Total { bytes: u64 },
-    Stage { name: String },
+    Total {
+        bytes: u64,
+    },
+    Stage {
+        name: String,
+    },
     /// Bytes written since the last event.
     Bytes(u64),
 }
@@ -195,7 +202,8 @@ fn make_readable(_folder: &Path) -> io::Result<()> {
 }
 
 fn origin_of(source: &Path, recipe: &Recipe) -> Origin {
-    let name = fs::canonicalize(source).ok().and_then(|p| Some(p.file_name()?.to_string_lossy().into_owned()));
+    let name =
+        fs::canonicalize(source).ok().and_then(|p| Some(p.file_name()?.to_string_lossy().into_owned()));
     Origin {
         checkpoint: name.unwrap_or_default(),
         repo: recipe.source.repo.clone(),
@@ -253,12 +261,18 @@ impl FolderWriter<'_> {
             (self.progress)(ExportEvent::Stage { name: stage.name.clone() });
             let file = format!("{}.onnx", stage.name);
             let mut bytes = |n| (self.progress)(ExportEvent::Bytes(n));
-            let summary =
-                write_model_with(&stage.model, &self.folder.join(&file), &WriteOptions::default(), &mut bytes)
-                    .map_err(|source| ExportError::Write { stage: stage.name.clone(), source })?;
-            self.files.extend(
-                summary.files.into_iter().map(|f| FileEntry { path: f.name, bytes: f.bytes, sha256: f.sha256 }),
-            );
+            let summary = write_model_with(
+                &stage.model,
+                &self.folder.join(&file),
+                &WriteOptions::default(),
+                &mut bytes,
+            )
+            .map_err(|source| ExportError::Write { stage: stage.name.clone(), source })?;
+            self.files.extend(summary.files.into_iter().map(|f| FileEntry {
+                path: f.name,
+                bytes: f.bytes,
+                sha256: f.sha256,
+            }));
             stages.push(Stage::describe(&stage.name, &stage.model.graph, &file));
         }
         Ok(stages)
@@ -269,7 +283,8 @@ impl FolderWriter<'_> {
         (self.progress)(ExportEvent::Stage { name: raw.path.clone() });
         let path = self.folder.join(&raw.path);
         let io = |source| ExportError::Io { path: path.clone(), source };
-        let problem = |e: &dyn std::fmt::Display| ExportError::Tensor { path: path.clone(), problem: e.to_string() };
+        let problem =
+            |e: &dyn std::fmt::Display| ExportError::Tensor { path: path.clone(), problem: e.to_string() };
         let mut file = File::create(&path).map_err(io)?;
         let mut hash = Sha256::new();
         let mut written = 0;

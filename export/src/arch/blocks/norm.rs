@@ -6,15 +6,35 @@ use crate::{
 };
 
 /// RMSNorm over the last axis with a weight of the checkpoint; the result has the type of `x`.
-pub fn rms_norm(a: &mut Author<'_>, x: ValueId, weight: &str, width: usize, eps: f32) -> Result<ValueId, AuthorError> {
+pub fn rms_norm(
+    a: &mut Author<'_>,
+    x: ValueId,
+    weight: &str,
+    width: usize,
+    eps: f32,
+) -> Result<ValueId, AuthorError> {
     let weight = a.weight(weight, &[width], a.graph.dtype(x))?;
-    Ok(a.graph.op("RMSNormalization", &[x, weight], &[("axis", Attribute::Int(-1)), ("epsilon", Attribute::Float(eps))]))
+    Ok(a.graph.op(
+        "RMSNormalization",
+        &[x, weight],
+        &[("axis", Attribute::Int(-1)), ("epsilon", Attribute::Float(eps))],
+    ))
 }
 
 /// LayerNorm over the last axis whose scale and shift are values of the graph ([width] each): an adaptive layer norm
 /// in one operator.
-pub fn adaptive_layer_norm(a: &mut Author<'_>, x: ValueId, scale: ValueId, shift: ValueId, eps: f32) -> ValueId {
-    a.graph.op("LayerNormalization", &[x, scale, shift], &[("axis", Attribute::Int(-1)), ("epsilon", Attribute::Float(eps))])
+pub fn adaptive_layer_norm(
+    a: &mut Author<'_>,
+    x: ValueId,
+    scale: ValueId,
+    shift: ValueId,
+    eps: f32,
+) -> ValueId {
+    a.graph.op(
+        "LayerNormalization",
+        &[x, scale, shift],
+        &[("axis", Attribute::Int(-1)), ("epsilon", Attribute::Float(eps))],
+    )
 }
 
 /// GroupNorm over [1,C,H,W] in f32, as InstanceNormalization between two reshapes: no runtime has a GroupNorm kernel

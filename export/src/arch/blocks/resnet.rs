@@ -39,8 +39,20 @@ pub fn resnet_block(
     (inputs, outputs): (usize, usize),
     groups: Groups,
 ) -> Result<ValueId, AuthorError> {
-    let y = norm_silu_conv(a, x, [&format!("{prefix}.norm1"), &format!("{prefix}.conv1")], (inputs, outputs), groups)?;
-    let y = norm_silu_conv(a, y, [&format!("{prefix}.norm2"), &format!("{prefix}.conv2")], (outputs, outputs), groups)?;
+    let y = norm_silu_conv(
+        a,
+        x,
+        [&format!("{prefix}.norm1"), &format!("{prefix}.conv1")],
+        (inputs, outputs),
+        groups,
+    )?;
+    let y = norm_silu_conv(
+        a,
+        y,
+        [&format!("{prefix}.norm2"), &format!("{prefix}.conv2")],
+        (outputs, outputs),
+        groups,
+    )?;
     let shortcut = match inputs == outputs {
         true => a.graph.cast(x, a.compute()),
         false => conv(a, x, &format!("{prefix}.conv_shortcut"), (inputs, outputs), 1)?,

@@ -15,7 +15,14 @@ pub enum Pairing {
 }
 
 /// Rotates `x` [1, rows, heads*d] by tables [rows, d/2] of the same type.
-pub fn rotate(a: &mut Author<'_>, x: ValueId, cos: ValueId, sin: ValueId, heads: usize, pairing: Pairing) -> ValueId {
+pub fn rotate(
+    a: &mut Author<'_>,
+    x: ValueId,
+    cos: ValueId,
+    sin: ValueId,
+    heads: usize,
+    pairing: Pairing,
+) -> ValueId {
     let offset = a.graph.ints(&[0]);
     let interleaved = i64::from(pairing == Pairing::Interleaved);
     a.graph.contrib(

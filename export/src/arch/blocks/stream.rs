@@ -1,6 +1,10 @@
 //! The residual stream of a transformer, carried in f32 or as f16 with f32 islands.
 
-use crate::{arch::author::Author, onnx::{DType, ValueId}, recipe::Residual};
+use crate::{
+    arch::author::Author,
+    onnx::{DType, ValueId},
+    recipe::Residual,
+};
 
 /// Adds a branch to the stream: `x + gate * branch` (gate [width], f32). A branch that left f16's range saturates.
 pub fn add_branch(a: &mut Author<'_>, x: ValueId, branch: ValueId, gate: Option<ValueId>) -> ValueId {

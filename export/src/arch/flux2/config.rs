@@ -177,38 +177,55 @@ impl Config {
             let bad = sizes.iter().find(|s| s.1 == 0 || s.1 > 1 << 24);
             bad.map_or(Ok(()), |s| Err(refuse(file, format!("{} is {}", s.0, s.1))))
         };
-        sizes(&text, &[
-            ("hidden_size", t.hidden_size),
-            ("intermediate_size", t.intermediate_size),
-            ("num_hidden_layers", t.num_hidden_layers),
-            ("num_attention_heads", t.num_attention_heads),
-            ("num_key_value_heads", t.kv_heads()),
-            ("head_dim", t.head_dim()),
-            ("vocab_size", t.vocab_size),
-        ])?;
-        sizes(&transformer, &[
-            ("in_channels", d.in_channels),
-            ("out_channels", d.outputs()),
-            ("attention_head_dim", d.attention_head_dim),
-            ("num_attention_heads", d.num_attention_heads),
-            ("joint_attention_dim", d.joint_attention_dim),
-            ("timestep_guidance_channels", d.timestep_guidance_channels),
-            ("mlp_ratio x width", d.mlp_width()),
-        ])?;
-        sizes(&vae, &[
-            ("layers_per_block", v.layers_per_block),
-            ("latent_channels", v.latent_channels),
-            ("norm_num_groups", v.norm_num_groups),
-            ("out_channels", v.out_channels),
-            ("block_out_channels' length", v.block_out_channels.len()),
-        ])?;
+        sizes(
+            &text,
+            &[
+                ("hidden_size", t.hidden_size),
+                ("intermediate_size", t.intermediate_size),
+                ("num_hidden_layers", t.num_hidden_layers),
+                ("num_attention_heads", t.num_attention_heads),
+                ("num_key_value_heads", t.kv_heads()),
+                ("head_dim", t.head_dim()),
+                ("vocab_size", t.vocab_size),
+            ],
+        )?;
+        sizes(
+            &transformer,
+            &[
+                ("in_channels", d.in_channels),
+                ("out_channels", d.outputs()),
+                ("attention_head_dim", d.attention_head_dim),
+                ("num_attention_heads", d.num_attention_heads),
+                ("joint_attention_dim", d.joint_attention_dim),
+                ("timestep_guidance_channels", d.timestep_guidance_channels),
+                ("mlp_ratio x width", d.mlp_width()),
+            ],
+        )?;
+        sizes(
+            &vae,
+            &[
+                ("layers_per_block", v.layers_per_block),
+                ("latent_channels", v.latent_channels),
+                ("norm_num_groups", v.norm_num_groups),
+                ("out_channels", v.out_channels),
+                ("block_out_channels' length", v.block_out_channels.len()),
+            ],
+        )?;
         let rules = [
             (&text, t.rope_theta().is_some(), "rope_theta is neither at the top nor under rope_parameters"),
             (&text, t.head_dim() % 2 == 0, "head_dim is odd"),
-            (&text, t.num_attention_heads % t.kv_heads() == 0, "num_key_value_heads does not divide the heads"),
+            (
+                &text,
+                t.num_attention_heads % t.kv_heads() == 0,
+                "num_key_value_heads does not divide the heads",
+            ),
             (&text, t.hidden_act.as_deref().unwrap_or("silu") == "silu", "hidden_act is not silu"),
             (&text, plain_rope(t), "scaled rotary embeddings are not supported"),
-            (&transformer, !d.guidance_embeds, "guidance_embeds (FLUX.2 dev) is not supported, only Klein is"),
+            (
+                &transformer,
+                !d.guidance_embeds,
+                "guidance_embeds (FLUX.2 dev) is not supported, only Klein is",
+            ),
             (&transformer, d.patch_size == 1, "patch_size is not 1"),
             (&transformer, d.timestep_guidance_channels % 2 == 0, "timestep_guidance_channels is odd"),
             (
@@ -223,7 +240,11 @@ impl Config {
             ),
             (&transformer, d.outputs() == d.in_channels, "out_channels differs from in_channels"),
             (&vae, v.patch_size == [2, 2], "patch_size is not [2, 2]"),
-            (&vae, v.latent_channels * 4 == d.in_channels, "latent_channels x 4 is not the transformer's in_channels"),
+            (
+                &vae,
+                v.latent_channels * 4 == d.in_channels,
+                "latent_channels x 4 is not the transformer's in_channels",
+            ),
             (&vae, v.act_fn == "silu", "act_fn is not silu"),
             (&vae, v.block_out_channels.len() <= 8, "block_out_channels has more than 8 levels"),
             (

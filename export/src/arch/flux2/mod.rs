@@ -54,8 +54,14 @@ struct Constants {
 }
 
 /// The faults that a test may plant in an export.
-pub const FAULTS: &[&str] =
-    &["rope_half_split", "swiglu_swapped", "norm_out_swapped", "time_sin_first", "text_ids_zero", "no_pad_mask"];
+pub const FAULTS: &[&str] = &[
+    "rope_half_split",
+    "swiglu_swapped",
+    "norm_out_swapped",
+    "time_sin_first",
+    "text_ids_zero",
+    "no_pad_mask",
+];
 
 impl Constants {
     const KLEIN: Constants = Constants {
@@ -121,7 +127,8 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, Flux2Error> {
     let weights = Checkpoint::open(&root.join("transformer"))?;
     let precision = profile.component("transformer");
     let modulation = modulation::author(&config.transformer, &weights, &precision, &constants)?;
-    let transformer = transformer::author(&config.transformer, text.length, &weights, &precision, &constants)?;
+    let transformer =
+        transformer::author(&config.transformer, text.length, &weights, &precision, &constants)?;
 
     let weights = Checkpoint::open(&root.join("vae"))?;
     let decoder = vae::author(&config.vae, &vae.cuts, &weights, &profile.component("vae_decoder"))?;
@@ -204,13 +211,15 @@ fn check_settings(
     vae: &VaeSection,
     schedule: &parameters::Schedule,
 ) -> Result<(), Flux2Error> {
-    let setting = |key, value: &[usize], problem: String| Flux2Error::Setting { key, value: value.to_vec(), problem };
+    let setting =
+        |key, value: &[usize], problem: String| Flux2Error::Setting { key, value: value.to_vec(), problem };
     let layers = config.text.num_hidden_layers;
     if text.taps.is_empty() || text.taps.iter().any(|tap| *tap > layers) {
         let problem = format!("taps are layer counts from 0 to the text encoder's {layers}, at least one");
         return Err(setting("text_encoder.taps", &text.taps, problem));
     }
-    let (width, expected) = (text.taps.len() * config.text.hidden_size, config.transformer.joint_attention_dim);
+    let (width, expected) =
+        (text.taps.len() * config.text.hidden_size, config.transformer.joint_attention_dim);
     if width != expected {
         let problem = format!(
             "{} taps of hidden size {} make {width} columns, but the transformer's joint_attention_dim is {expected}",

@@ -53,12 +53,24 @@ pub fn author(
     Ok(a.finish())
 }
 
-fn linear(a: &mut Author<'_>, x: ValueId, weight: &str, inputs: usize, outputs: usize) -> Result<ValueId, Flux2Error> {
+fn linear(
+    a: &mut Author<'_>,
+    x: ValueId,
+    weight: &str,
+    inputs: usize,
+    outputs: usize,
+) -> Result<ValueId, Flux2Error> {
     Ok(a.linear(x, &Linear { weight, bias: None, inputs, outputs })?)
 }
 
 /// `count` vectors per step: [steps, count, width].
-fn vectors(a: &mut Author<'_>, x: ValueId, weight: &str, count: usize, width: usize) -> Result<ValueId, Flux2Error> {
+fn vectors(
+    a: &mut Author<'_>,
+    x: ValueId,
+    weight: &str,
+    count: usize,
+    width: usize,
+) -> Result<ValueId, Flux2Error> {
     let y = linear(a, x, weight, width, count * width)?;
     Ok(a.graph.reshape(y, &[0, count as i64, width as i64]))
 }

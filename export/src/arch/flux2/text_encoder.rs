@@ -60,7 +60,8 @@ pub fn author(
     }
     if last == config.num_hidden_layers {
         // In transformers the last hidden state is the one after the final norm.
-        states[last] = rms_norm(&mut a, x, &format!("{prefix}norm.weight"), config.hidden_size, config.rms_norm_eps)?;
+        states[last] =
+            rms_norm(&mut a, x, &format!("{prefix}norm.weight"), config.hidden_size, config.rms_norm_eps)?;
     }
     let taps: Vec<ValueId> = shape.taps.iter().map(|tap| states[*tap]).collect();
     let taps: Vec<ValueId> = taps.into_iter().map(|tap| a.to_f32(tap)).collect();
@@ -103,7 +104,13 @@ fn decoder_layer(
 }
 
 /// RMSNorm of the stream in f32, then the compute type.
-fn stream_norm(a: &mut Author<'_>, x: ValueId, weight: &str, width: usize, eps: f32) -> Result<ValueId, Flux2Error> {
+fn stream_norm(
+    a: &mut Author<'_>,
+    x: ValueId,
+    weight: &str,
+    width: usize,
+    eps: f32,
+) -> Result<ValueId, Flux2Error> {
     let x = a.to_f32(x);
     let y = rms_norm(a, x, weight, width, eps)?;
     Ok(a.to_compute(y))

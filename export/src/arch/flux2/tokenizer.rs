@@ -46,5 +46,8 @@ pub fn pad_id(folder: &Path) -> Result<i64, Flux2Error> {
     let tokens = folder.join("tokenizer.json");
     let listed: TokenizerFile = read_json(&tokens)?;
     let found = listed.added_tokens.iter().find(|t| t.content == pad).map(|t| t.id);
-    found.ok_or_else(|| Flux2Error::Config { file: tokens, problem: format!("pad_token '{pad}' is not among added_tokens") })
+    found.ok_or_else(|| Flux2Error::Config {
+        file: tokens,
+        problem: format!("pad_token '{pad}' is not among added_tokens"),
+    })
 }

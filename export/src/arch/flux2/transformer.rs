@@ -60,7 +60,8 @@ pub fn author(
     let shared = Shared { config, constants, cos, sin, text_rows: text_length as i64 };
 
     let mut img = embed(&mut a, latents, ["x_embedder.weight", "dit_x_in"], channels, width)?;
-    let mut txt = embed(&mut a, text, ["context_embedder.weight", "dit_ctx_in"], config.joint_attention_dim, width)?;
+    let mut txt =
+        embed(&mut a, text, ["context_embedder.weight", "dit_ctx_in"], config.joint_attention_dim, width)?;
     for block in 0..config.num_layers {
         [img, txt] = double_block(&mut a, &shared, block, [img, txt], [&img_mod, &txt_mod])?;
         a.graph.label(img, &format!("dit_double{block}_img"));
@@ -199,7 +200,8 @@ fn single_block(
     let weight = format!("{prefix}to_qkv_mlp_proj.weight");
     let outputs = 3 * width + 2 * inner;
     let y = a.linear(y, &Linear { weight: &weight, bias: None, inputs: width, outputs })?;
-    let columns = |a: &mut Author<'_>, i: usize| a.graph.slice(y, -1, (i * width) as i64, ((i + 1) * width) as i64);
+    let columns =
+        |a: &mut Author<'_>, i: usize| a.graph.slice(y, -1, (i * width) as i64, ((i + 1) * width) as i64);
     let [q, k, v] = [columns(a, 0), columns(a, 1), columns(a, 2)];
     let q = head_norm(a, s, q, &format!("{prefix}norm_q.weight"))?;
     let q = rotate_heads(a, s, q);

@@ -178,7 +178,7 @@ impl Decoder<'_> {
         let mut x = match start {
             0 => self.middle_rest(&mut a)?,
             _ => {
-                let dims = map(self.level_channels(start - 1), ["height", "width"]);
+                let dims = self.level_map(start - 1);
                 let dtype = a.compute();
                 a.graph.input(&format!("vae_up{}", start - 1), dtype, &dims)
             }
@@ -187,7 +187,7 @@ impl Decoder<'_> {
             x = self.up_block(&mut a, x, level)?;
             let label = format!("vae_up{level}");
             if level + 1 == end && end < self.config.decoder_channels().len() {
-                a.graph.output(x, &label, &map(self.level_channels(level), ["height", "width"]));
+                a.graph.output(x, &label, &self.level_map(level));
             } else {
                 a.graph.label(x, &label);
             }
@@ -223,6 +223,12 @@ impl Decoder<'_> {
         channels[channels.len() - 1 - level]
     }
 
+    /// Dimensions of an up block's output. Each level has symbols of its own: one name must mean one size in a graph.
+    fn level_map(&self, level: usize) -> [Dim; 4] {
+        let [height, width] = ["height", "width"].map(|side| format!("up{level}_{side}"));
+        map(self.level_channels(level), [&height, &width])
+    }
+
     fn up_block(&self, a: &mut Author<'_>, mut x: ValueId, level: usize) -> Result<ValueId, Flux2Error> {
         let outputs = self.level_channels(level);
         let mut inputs = if level == 0 { self.middle() } else { self.level_channels(level - 1) };
@@ -244,7 +250,7 @@ impl Decoder<'_> {
         let sizes = (channels, self.config.out_channels);
         let x = norm_silu_conv(a, x, ["decoder.conv_norm_out", "decoder.conv_out"], sizes, self.groups)?;
         let image = a.to_f32(x);
-        a.graph.output(image, "image_raw", &map(self.config.out_channels, ["height", "width"]));
+        a.graph.output(image, "image_raw", &map(self.config.out_channels, ["image_height", "image_width"]));
         Ok(())
     }
 }
