@@ -12,7 +12,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub use exit::code_of;
 
-use crate::runtime::{Provider, Runtime, RuntimeOptions};
+use crate::runtime::{Provider, Runtime, RuntimeError, RuntimeOptions, attention_self_test};
 
 /// Carries big models over small machines: turns checkpoints into staged ONNX bundles and runs them on any Vulkan GPU.
 #[derive(Parser)]
@@ -48,8 +48,12 @@ struct DeviceArguments {
 }
 
 impl DeviceArguments {
-    fn start(&self) -> Result<Runtime, crate::runtime::RuntimeError> {
-        Runtime::start(&RuntimeOptions { provider: self.ep, adapter: self.adapter.clone() })
+    /// Starts the runtime and measures what the device can be trusted with.
+    fn start(&self) -> Result<Runtime, RuntimeError> {
+        let mut runtime =
+            Runtime::start(&RuntimeOptions { provider: self.ep, adapter: self.adapter.clone() })?;
+        attention_self_test(&mut runtime)?;
+        Ok(runtime)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use viaduct_export::{
     bundle::Bundle,
-    onnx::{model_bytes, read_model},
+    onnx::{DType, Value, ValueType, model_bytes, read_model},
 };
 
 use super::{Runtime, RuntimeError, Stage, StageModel, lower::lower};
@@ -28,6 +28,10 @@ impl Runtime {
         let mut model =
             read_model(&path).map_err(|source| RuntimeError::Graph { stage: name.to_owned(), source })?;
         let graph = &model.graph;
+        if !self.device().f16 && graph.values().any(|(_, value)| is_f16(value)) {
+            let (stage, adapter) = (name.to_owned(), self.device().name.clone());
+            return Err(RuntimeError::NoF16 { stage, adapter });
+        }
         let inner =
             graph.values().filter(|(id, value)| (binding.exposed)(&value.name) && !graph.inputs.contains(id));
         let inner: Vec<String> = inner.map(|(_, value)| value.name.clone()).collect();
@@ -39,4 +43,8 @@ impl Runtime {
             model_bytes(&model).map_err(|source| RuntimeError::Write { stage: name.to_owned(), source })?;
         self.open(StageModel { name, bytes, folder: &bundle.folder })
     }
+}
+
+fn is_f16(value: &Value) -> bool {
+    matches!(value.ty, Some(ValueType::Tensor { dtype: DType::F16, .. }))
 }

@@ -28,6 +28,10 @@ pub enum RuntimeError {
     Lower { stage: String, source: LowerError },
     #[error("stage {stage}: {source}")]
     Write { stage: String, source: WriteError },
+    #[error(
+        "stage {stage} computes in f16, which {adapter} cannot; export with --profile f32, or run with --ep cpu"
+    )]
+    NoF16 { stage: String, adapter: String },
     #[error("stage {stage}: the session could not be made: {reason}")]
     Open { stage: String, reason: String },
     /// Nodes that the WebGPU provider left to the CPU; graphs must not need one.

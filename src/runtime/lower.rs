@@ -6,9 +6,9 @@
 
 use std::collections::BTreeMap;
 
-use viaduct_export::onnx::{Attribute, DType, Graph, Model, Node, NodeId, Tensor, ValueId, ValueType};
+use viaduct_export::onnx::{Attribute, DType, Dim, Graph, Model, Node, NodeId, Tensor, ValueId, ValueType};
 
-use super::{Device, extent::Extents};
+use super::Device;
 
 /// The largest score tensor, in bytes: WebGPU promises that a binding may cover this much.
 pub const SCORE_LIMIT: u64 = 128 << 20;
@@ -127,14 +127,13 @@ fn attentions(
     fused: bool,
     limit: u64,
 ) -> Result<Vec<Plan>, LowerError> {
-    let mut extents = Extents::new(graph, dims);
     let nodes =
         graph.nodes().filter(|(_, n)| n.op_type == "MultiHeadAttention" && n.domain == "com.microsoft");
     nodes
         .map(|(id, node)| {
             let form = match fused {
                 true => Form::Fused,
-                false => Form::Written(written(graph, node, &mut extents, dims, limit)?),
+                false => Form::Written(written(graph, node, dims, limit)?),
             };
             Ok(Plan { node: id, name: node.name.clone(), form })
         })
@@ -144,7 +143,6 @@ fn attentions(
 fn written(
     graph: &Graph,
     node: &Node,
-    extents: &mut Extents<'_>,
     dims: &BTreeMap<String, usize>,
     limit: u64,
 ) -> Result<Written, LowerError> {
@@ -161,13 +159,13 @@ fn written(
         Some(ValueType::Tensor { dtype: DType::F32, .. }) => DType::F32,
         _ => return Err(unsupported("the element type of q is not recorded as f32 or f16")),
     };
-    let rows = extents.rows(*q).ok_or_else(|| unknown("query rows"))?;
-    let keys = extents.rows(*k).or_else(|| extents.rows(*v)).ok_or_else(|| unknown("key rows"))?;
+    let size = |value, axis| recorded_size(graph, value, axis, dims);
+    let rows = size(*q, 1).ok_or_else(|| unknown("query rows"))?;
+    let keys = size(*k, 1).ok_or_else(|| unknown("key rows"))?;
     let scale = match node.float("scale") {
         Some(scale) if scale != 0.0 => scale,
         _ => {
-            let width =
-                [*q, *k, *v].iter().find_map(|x| extents.width(*x)).ok_or_else(|| unknown("columns"))?;
+            let width = size(*q, 2).ok_or_else(|| unknown("columns"))?;
             1.0 / (width as f32 / heads as f32).sqrt()
         }
     };
@@ -177,6 +175,21 @@ fn written(
     let slice = rows.max(1).div_ceil(rows.max(1).div_ceil(most));
     let score_bytes = slice as u64 * row_bytes;
     Ok(Written { inputs: [*q, *k, *v], output: *output, heads, scale, dtype, rows, slice, score_bytes })
+}
+
+/// One size of a value's recorded shape; symbols are looked up in `dims`.
+fn recorded_size(
+    graph: &Graph,
+    value: ValueId,
+    axis: usize,
+    dims: &BTreeMap<String, usize>,
+) -> Option<usize> {
+    let Some(ValueType::Tensor { shape: Some(shape), .. }) = &graph[value].ty else { return None };
+    match shape.get(axis)? {
+        Dim::Fixed(size) => Some(*size),
+        Dim::Symbol(name) => dims.get(name).copied(),
+        Dim::Unknown => None,
+    }
 }
 
 /// Replaces the node by softmax(scale * q k^T) v.

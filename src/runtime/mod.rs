@@ -9,7 +9,6 @@ mod device;
 mod env;
 mod error;
 mod exit;
-mod extent;
 mod lower;
 mod resolve;
 mod selftest;

@@ -295,6 +295,7 @@ impl FolderWriter<'_> {
             hash.update(&bytes);
             written += bytes.len() as u64;
             (self.progress)(ExportEvent::Bytes(bytes.len() as u64));
+            part.bytes.release();
         }
         file.sync_all().map_err(io)?;
         self.files.push(FileEntry { path: raw.path.clone(), bytes: written, sha256: hex(&hash.finalize()) });

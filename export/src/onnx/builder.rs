@@ -50,6 +50,11 @@ impl Builder {
         self.graph.rename(value, name);
     }
 
+    /// Records the shape of a value inside the graph, for those who rewrite the graph later.
+    pub fn record_shape(&mut self, value: ValueId, dims: &[Dim]) {
+        self.set_type(value, self.dtypes[&value], Some(dims.to_vec()));
+    }
+
     pub fn dtype(&self, value: ValueId) -> DType {
         self.dtypes[&value]
     }

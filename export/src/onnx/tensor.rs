@@ -97,6 +97,10 @@ pub type ComputeError = Box<dyn std::error::Error + Send + Sync>;
 pub trait Compute: Send + Sync {
     /// The bytes of every part, little-endian, each of exactly the length its [`Bytes::Computed`] states.
     fn compute(&self) -> Result<Vec<Vec<u8>>, ComputeError>;
+
+    /// Gives back the mapped pages that the computation has read, so that a pass over a checkpoint that is larger than
+    /// memory stays small.
+    fn release(&self) {}
 }
 
 /// A read-only mapped file, shared by all tensors that lie in it.
@@ -134,6 +138,15 @@ impl Bytes {
 
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Gives mapped pages back to the system; they are read again when they are next touched.
+    pub fn release(&self) {
+        match self {
+            Bytes::Inline(_) => {}
+            Bytes::Mapped { file, range } => file.release(range.clone()),
+            Bytes::Computed { source, .. } => source.release(),
+        }
     }
 
     /// The bytes, borrowed where they exist and computed where they do not.

@@ -255,6 +255,7 @@ impl Group {
             let computed = source.compute();
             self.parts =
                 computed.map_err(|source| WriteError::Compute { tensor: label.to_owned(), source })?;
+            source.release();
             self.source = Some(Arc::clone(source));
         }
         let parts = self.parts.len();

@@ -36,6 +36,10 @@ struct Cast {
 }
 
 impl Compute for Cast {
+    fn release(&self) {
+        self.tensor.bytes.release();
+    }
+
     fn compute(&self) -> Result<Vec<Vec<u8>>, ComputeError> {
         let from = self.tensor.dtype;
         let (from_size, to_size) = (float_size(from)?, float_size(self.to)?);

@@ -46,6 +46,10 @@ fn element_size(dtype: DType) -> Result<usize, QuantError> {
 struct Concat(Vec<Tensor>);
 
 impl Compute for Concat {
+    fn release(&self) {
+        self.0.iter().for_each(|tensor| tensor.bytes.release());
+    }
+
     fn compute(&self) -> Result<Vec<Vec<u8>>, ComputeError> {
         let mut out = Vec::with_capacity(self.0.iter().map(|t| t.bytes.len()).sum());
         for tensor in &self.0 {
@@ -63,6 +67,10 @@ struct Transpose {
 }
 
 impl Compute for Transpose {
+    fn release(&self) {
+        self.tensor.bytes.release();
+    }
+
     fn compute(&self) -> Result<Vec<Vec<u8>>, ComputeError> {
         let bytes = self.tensor.bytes.read()?;
         let expected = self.n * self.k * self.size;

@@ -194,6 +194,10 @@ pub struct QuantizeCompute {
 }
 
 impl Compute for QuantizeCompute {
+    fn release(&self) {
+        self.weights.bytes.release();
+    }
+
     fn compute(&self) -> Result<Vec<Vec<u8>>, ComputeError> {
         let Quantized { codes, scales, zero_points } = quantize_tensor(&self.weights, &self.format)?;
         Ok([codes, scales].into_iter().chain(zero_points).collect())

@@ -3,12 +3,16 @@
 
 use crate::{
     arch::author::Author,
-    onnx::{Attribute, ValueId},
+    onnx::{Attribute, Dim, ValueId},
 };
 
-/// Softmax(q k^T / sqrt(d)) v without a mask; q, k, v are [1, rows, heads*d].
-pub fn joint_attention(a: &mut Author<'_>, [q, k, v]: [ValueId; 3], heads: usize) -> ValueId {
-    a.graph.contrib("MultiHeadAttention", &[q, k, v], &[("num_heads", Attribute::Int(heads as i64))])
+/// Softmax(q k^T / sqrt(d)) v without a mask; q, k, v are `shape` [1, rows, heads*d], which is recorded in the graph:
+/// from it the runner computes how large the scores would be.
+pub fn joint_attention(a: &mut Author<'_>, qkv: [ValueId; 3], shape: &[Dim; 3], heads: usize) -> ValueId {
+    for value in qkv {
+        a.graph.record_shape(value, shape);
+    }
+    a.graph.contrib("MultiHeadAttention", &qkv, &[("num_heads", Attribute::Int(heads as i64))])
 }
 
 /// Sizes of grouped-query attention.

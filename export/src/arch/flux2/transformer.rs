@@ -17,6 +17,9 @@ use crate::{
     weights::Checkpoint,
 };
 
+/// Name of the joint sequence's length.
+const JOINT: &str = "joint_seq";
+
 /// Values that every block reads.
 struct Shared<'c> {
     config: &'c TransformerConfig,
@@ -50,7 +53,7 @@ pub fn author(
     let latents = a.graph.input("latents", DType::F32, &image(channels));
     let text_dims = [Dim::Fixed(1), Dim::Fixed(text_length), Dim::Fixed(config.joint_attention_dim)];
     let text = a.graph.input("prompt_embeds", DType::F32, &text_dims);
-    let table = [Dim::Symbol("joint_seq".to_owned()), Dim::Fixed(config.attention_head_dim / 2)];
+    let table = [Dim::Symbol(JOINT.to_owned()), Dim::Fixed(config.attention_head_dim / 2)];
     let [cos, sin] = ["rope_cos", "rope_sin"].map(|name| a.graph.input(name, DType::F32, &table));
     let img_mod = modulation(&mut a, "mod_img", 6, width);
     let txt_mod = modulation(&mut a, "mod_txt", 6, width);
@@ -82,6 +85,11 @@ pub fn author(
     let pred = a.to_f32(y);
     a.graph.output(pred, "pred", &image(outputs));
     Ok(a.finish())
+}
+
+/// The joint sequence: text rows, then image rows.
+fn joint_rows(width: usize) -> [Dim; 3] {
+    [Dim::Fixed(1), Dim::Symbol(JOINT.to_owned()), Dim::Fixed(width)]
 }
 
 /// The rows of a [count, width] input as vectors.
@@ -146,7 +154,7 @@ fn double_block(
     let q = joint(["add_q_proj", "to_q"], Some(["norm_added_q", "norm_q"]))?;
     let k = joint(["add_k_proj", "to_k"], Some(["norm_added_k", "norm_k"]))?;
     let v = joint(["add_v_proj", "to_v"], None)?;
-    let attended = joint_attention(a, [q, k, v], s.config.num_attention_heads);
+    let attended = joint_attention(a, [q, k, v], &joint_rows(s.config.width()), s.config.num_attention_heads);
     let attended_txt = a.graph.slice(attended, 1, 0, s.text_rows);
     let attended_img = a.graph.slice(attended, 1, s.text_rows, i64::MAX);
     let branch = project(a, attended_img, "to_out.0")?;
@@ -207,7 +215,7 @@ fn single_block(
     let q = rotate_heads(a, s, q);
     let k = head_norm(a, s, k, &format!("{prefix}norm_k.weight"))?;
     let k = rotate_heads(a, s, k);
-    let attended = joint_attention(a, [q, k, v], s.config.num_attention_heads);
+    let attended = joint_attention(a, [q, k, v], &joint_rows(s.config.width()), s.config.num_attention_heads);
     let activated = gated(a, s, y, 3 * width);
     let y = a.graph.concat(&[attended, activated], -1);
     let weight = format!("{prefix}to_out.weight");
