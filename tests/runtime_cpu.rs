@@ -14,7 +14,11 @@ use viaduct_export::onnx::{DType, Dim, ValueType, WriteOptions, model_bytes, rea
 fn matmul() -> Vec<u8> {
     let mut net = Net::new(DType::F32);
     let rows = Dim::Symbol("rows".to_owned());
-    net.input("a", DType::F32, &[rows.clone(), Dim::Fixed(3)]).input("bias", DType::F32, &[rows, Dim::Fixed(2)]);
+    net.input("a", DType::F32, &[rows.clone(), Dim::Fixed(3)]).input(
+        "bias",
+        DType::F32,
+        &[rows, Dim::Fixed(2)],
+    );
     net.float("w", &[3, 2], &[1.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
     net.node("MatMul", &["a", "w"], "y", &[]).node("Add", &["y", "bias"], "z", &[]);
     model_bytes(&net.model(&["y", "z"])).unwrap()
@@ -81,7 +85,8 @@ fn wrong_inputs_are_named() {
 
 #[test]
 fn a_broken_model_names_its_stage() {
-    let error = cpu().open(StageModel { name: "toy", bytes: vec![1, 2, 3], folder: Path::new(".") }).err().unwrap();
+    let error =
+        cpu().open(StageModel { name: "toy", bytes: vec![1, 2, 3], folder: Path::new(".") }).err().unwrap();
     assert!(error.to_string().starts_with("stage toy: the session could not be made"), "{error}");
     assert_eq!(error.exit_code(), 1);
 }

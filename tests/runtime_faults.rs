@@ -51,12 +51,16 @@ fn probe_with(provider: &str, variables: &[(&str, &str)]) -> (String, Output) {
 }
 
 /// Without drivers: the loader is told of none.
-const NO_DRIVER: &[(&str, &str)] = &[("VK_DRIVER_FILES", "/nowhere.json"), ("VK_ICD_FILENAMES", "/nowhere.json")];
+const NO_DRIVER: &[(&str, &str)] =
+    &[("VK_DRIVER_FILES", "/nowhere.json"), ("VK_ICD_FILENAMES", "/nowhere.json")];
 
 #[test]
 fn a_missing_library_is_named() {
     let (text, _) = probe_with("cpu", &[("VIADUCT_RUNTIME", "/nowhere")]);
-    assert!(text.contains("error 1: libonnxruntime.so is in none of: /nowhere; `make setup` fetches it"), "{text}");
+    assert!(
+        text.contains("error 1: libonnxruntime.so is in none of: /nowhere; `make setup` fetches it"),
+        "{text}"
+    );
 }
 
 /// peteonrails/voxtype#684: the plugin's library is missing.
@@ -65,7 +69,8 @@ fn a_missing_plugin_stops_webgpu_only() {
     let (text, _) = probe_with("cpu", &[]);
     assert!(text.contains("ran [-1.0, -2.0]"), "{text}");
     let folder = tempfile::tempdir().unwrap();
-    let library = std::env::var_os("VIADUCT_RUNTIME").map_or_else(|| Path::new("runtime").to_owned(), Into::into);
+    let library =
+        std::env::var_os("VIADUCT_RUNTIME").map_or_else(|| Path::new("runtime").to_owned(), Into::into);
     let library = library.canonicalize().unwrap().join("libonnxruntime.so");
     std::os::unix::fs::symlink(library, folder.path().join("libonnxruntime.so")).unwrap();
     let here = [("VIADUCT_RUNTIME", folder.path().to_str().unwrap())];

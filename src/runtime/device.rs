@@ -115,9 +115,10 @@ impl Runtime {
             Provider::Cpu => cpu(env, None),
             Provider::WebGpu => webgpu(env, options.adapter.as_deref())?,
             Provider::Auto => match webgpu(env, options.adapter.as_deref()) {
-                Ok(device) if device.kind == DeviceKind::Software && options.adapter.is_none() => {
-                    cpu(env, Some(format!("{} is a software adapter, slower than the CPU provider", device.name)))
-                }
+                Ok(device) if device.kind == DeviceKind::Software && options.adapter.is_none() => cpu(
+                    env,
+                    Some(format!("{} is a software adapter, slower than the CPU provider", device.name)),
+                ),
                 Ok(device) => device,
                 Err(e) => cpu(env, Some(e.to_string())),
             },

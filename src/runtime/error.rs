@@ -5,7 +5,10 @@ use std::path::PathBuf;
 /// An error of the runtime; every one that concerns a stage names it.
 #[derive(Debug, thiserror::Error)]
 pub enum RuntimeError {
-    #[error("{file} is in none of: {}; `make setup` fetches it, or set VIADUCT_RUNTIME to its directory", list(looked_in))]
+    #[error(
+        "{file} is in none of: {}; `make setup` fetches it, or set VIADUCT_RUNTIME to its directory",
+        list(looked_in)
+    )]
     LibraryMissing { file: &'static str, looked_in: Vec<PathBuf> },
     #[error("{}: {reason}; `make setup` fetches the version that this program was built for", path.display())]
     LibraryUnusable { path: PathBuf, reason: String },
@@ -32,7 +35,9 @@ impl RuntimeError {
     /// The exit code of the process that ends with this error: 6 for a lost, unfit or absent device, else 1.
     pub fn exit_code(&self) -> u8 {
         match self {
-            RuntimeError::NoAdapter { .. } | RuntimeError::DeviceLost { .. } | RuntimeError::CpuNodes { .. } => 6,
+            RuntimeError::NoAdapter { .. }
+            | RuntimeError::DeviceLost { .. }
+            | RuntimeError::CpuNodes { .. } => 6,
             _ => 1,
         }
     }
@@ -41,7 +46,10 @@ impl RuntimeError {
     pub(super) fn from_run(stage: &str, reason: String) -> RuntimeError {
         let stage = stage.to_owned();
         let lower = reason.to_lowercase();
-        if ["device was destroyed", "device is lost", "device lost", "device_lost"].iter().any(|m| lower.contains(m)) {
+        if ["device was destroyed", "device is lost", "device lost", "device_lost"]
+            .iter()
+            .any(|m| lower.contains(m))
+        {
             RuntimeError::DeviceLost { stage, reason }
         } else {
             RuntimeError::Run { stage, reason }

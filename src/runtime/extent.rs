@@ -52,7 +52,9 @@ impl<'g> Extents<'g> {
         let input = |i: usize| node.inputs.get(i).copied().flatten();
         let inputs = || node.inputs.iter().copied().flatten();
         match node.op_type.as_str() {
-            "RotaryEmbedding" => self.rows(input(0)?).or_else(|| self.dim(self.before_casts(input(2)?), 2, 0)),
+            "RotaryEmbedding" => {
+                self.rows(input(0)?).or_else(|| self.dim(self.before_casts(input(2)?), 2, 0))
+            }
             "Concat" if node.int("axis") == Some(1) => inputs().map(|x| self.rows(x)).sum(),
             // 0 copies the size.
             "Reshape" => match self.ints(input(1)?)?.get(1)? {

@@ -128,7 +128,8 @@ fn attentions(
     limit: u64,
 ) -> Result<Vec<Plan>, LowerError> {
     let mut extents = Extents::new(graph, dims);
-    let nodes = graph.nodes().filter(|(_, n)| n.op_type == "MultiHeadAttention" && n.domain == "com.microsoft");
+    let nodes =
+        graph.nodes().filter(|(_, n)| n.op_type == "MultiHeadAttention" && n.domain == "com.microsoft");
     nodes
         .map(|(id, node)| {
             let form = match fused {
@@ -147,12 +148,14 @@ fn written(
     dims: &BTreeMap<String, usize>,
     limit: u64,
 ) -> Result<Written, LowerError> {
-    let unsupported = |problem: &str| LowerError::Unsupported { node: node.name.clone(), problem: problem.to_owned() };
+    let unsupported =
+        |problem: &str| LowerError::Unsupported { node: node.name.clone(), problem: problem.to_owned() };
     let unknown = |what| LowerError::UnknownSize { node: node.name.clone(), what, dims: dims.clone() };
     let ([Some(q), Some(k), Some(v)], [Some(output)]) = (&node.inputs[..], &node.outputs[..]) else {
         return Err(unsupported("only q, k, v and one output are supported: no bias, mask or cache"));
     };
-    let heads = node.int("num_heads").filter(|h| *h > 0).ok_or_else(|| unsupported("num_heads is missing"))?;
+    let heads =
+        node.int("num_heads").filter(|h| *h > 0).ok_or_else(|| unsupported("num_heads is missing"))?;
     let dtype = match &graph[*q].ty {
         Some(ValueType::Tensor { dtype: DType::F16, .. }) => DType::F16,
         Some(ValueType::Tensor { dtype: DType::F32, .. }) => DType::F32,
@@ -163,7 +166,8 @@ fn written(
     let scale = match node.float("scale") {
         Some(scale) if scale != 0.0 => scale,
         _ => {
-            let width = [*q, *k, *v].iter().find_map(|x| extents.width(*x)).ok_or_else(|| unknown("columns"))?;
+            let width =
+                [*q, *k, *v].iter().find_map(|x| extents.width(*x)).ok_or_else(|| unknown("columns"))?;
             1.0 / (width as f32 / heads as f32).sqrt()
         }
     };
@@ -177,7 +181,8 @@ fn written(
 
 /// Replaces the node by softmax(scale * q k^T) v.
 fn write_out(graph: &mut Graph, node: NodeId, w: &Written) {
-    let mut out = Writer { prefix: graph[node].name.clone(), graph, dtype: w.dtype, nodes: Vec::new(), made: 0 };
+    let mut out =
+        Writer { prefix: graph[node].name.clone(), graph, dtype: w.dtype, nodes: Vec::new(), made: 0 };
     let scale = match w.dtype {
         DType::F16 => Tensor::from_f16(&[], &[w.scale]),
         _ => Tensor::from_f32(&[], &[w.scale]),
@@ -251,7 +256,13 @@ impl Writer<'_> {
         output
     }
 
-    fn op_into(&mut self, op_type: &str, inputs: &[ValueId], attributes: &[(&str, Attribute)], output: ValueId) {
+    fn op_into(
+        &mut self,
+        op_type: &str,
+        inputs: &[ValueId],
+        attributes: &[(&str, Attribute)],
+        output: ValueId,
+    ) {
         self.nodes.push(Node {
             op_type: op_type.to_owned(),
             name: self.graph[output].name.clone(),

@@ -21,8 +21,8 @@ const SMALLEST_SUBGROUP: u32 = 32;
 pub fn attention_self_test(runtime: &mut Runtime) -> Result<bool, RuntimeError> {
     let device = &runtime.device;
     if device.provider == Provider::WebGpu {
-        let hopeful =
-            device.kind != DeviceKind::Software && device.subgroup_size.is_some_and(|s| s >= SMALLEST_SUBGROUP);
+        let hopeful = device.kind != DeviceKind::Software
+            && device.subgroup_size.is_some_and(|s| s >= SMALLEST_SUBGROUP);
         runtime.device.fused_attention = hopeful && fused_attention_is_right(runtime)?;
     }
     Ok(runtime.device.fused_attention)
@@ -81,7 +81,8 @@ fn attention(q: &[f32], k: &[f32], v: &[f32]) -> Vec<f32> {
         for row in 0..ROWS {
             let query = head(q, row, h);
             let score = |key: usize| query.iter().zip(head(k, key, h)).map(|(a, b)| a * b).sum::<f32>();
-            let weights: Vec<f32> = (0..ROWS).map(|key| (score(key) / (HEAD_SIZE as f32).sqrt()).exp()).collect();
+            let weights: Vec<f32> =
+                (0..ROWS).map(|key| (score(key) / (HEAD_SIZE as f32).sqrt()).exp()).collect();
             let total: f32 = weights.iter().sum();
             for (key, weight) in weights.iter().enumerate() {
                 for (i, value) in head(v, key, h).iter().enumerate() {

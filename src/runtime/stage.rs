@@ -17,7 +17,7 @@ use ort::{
 };
 use viaduct_export::onnx::{DType, Dim};
 
-use super::{Device, Provider, Runtime, RuntimeError, assignment};
+use super::{Device, Provider, Runtime, RuntimeError, assignment, env};
 use crate::tensor::{HostTensor, Values};
 
 /// A model to open.
@@ -72,13 +72,15 @@ impl Runtime {
         let stage = model.name;
         let session = self.session(&model).map_err(|reason| self.open_error(stage, reason))?;
         drop(model.bytes);
-        let failed = |e: ort::Error| RuntimeError::Open { stage: stage.to_owned(), reason: e.message().to_owned() };
+        let failed =
+            |e: ort::Error| RuntimeError::Open { stage: stage.to_owned(), reason: e.message().to_owned() };
         // ONNX Runtime's own option against CPU nodes does not say which they are.
         let assignment = assignment::read(&session).map_err(failed)?;
         if self.device.provider == Provider::WebGpu && !assignment.on_cpu.is_empty() {
             return Err(RuntimeError::CpuNodes { stage: stage.to_owned(), nodes: assignment.on_cpu });
         }
-        let info = |outlets: &[Outlet]| outlets.iter().map(|o| describe(stage, o)).collect::<Result<Vec<_>, _>>();
+        let info =
+            |outlets: &[Outlet]| outlets.iter().map(|o| describe(stage, o)).collect::<Result<Vec<_>, _>>();
         Ok(Stage {
             name: stage.to_owned(),
             device: &self.device,
@@ -108,9 +110,11 @@ impl Runtime {
         if self.device.provider == Provider::WebGpu {
             // An empty list of devices would be accepted, and would run on the CPU.
             let device = self.ort_device().ok_or("the plugin offers no device")?;
-            let options = [("storageBufferCacheMode", "simple")];
-            let options = options.map(|(k, v)| (format!("{}.{k}", super::env::WEBGPU), v.to_owned()));
+            // On an H200 half the memory of the default mode, and faster: 5.4 against 11.3 GiB for a FLUX.2 Klein step.
+            let options = [(format!("{}.storageBufferCacheMode", env::WEBGPU), "simple".to_owned())];
             builder = builder.with_devices([device], Some(&options)).map_err(text)?;
+        } else {
+            builder = frugal(builder, &model.bytes).map_err(text)?;
         }
         builder.commit_from_memory(&model.bytes).map_err(text)
     }
@@ -169,7 +173,10 @@ impl Stage<'_> {
         let given: BTreeSet<&str> = inputs.iter().map(|i| i.0).collect();
         let known = |name: &str| given.contains(name) || self.bound.contains_key(name);
         if let Some(missing) = self.inputs.iter().find(|i| !known(&i.name)) {
-            return Err(RuntimeError::InputMissing { stage: self.name.clone(), tensor: missing.name.clone() });
+            return Err(RuntimeError::InputMissing {
+                stage: self.name.clone(),
+                tensor: missing.name.clone(),
+            });
         }
         for name in outputs {
             find(&self.name, "output", &self.outputs, name)?;
@@ -221,7 +228,10 @@ impl Stage<'_> {
                     Dim::Symbol(symbol) => {
                         let first = *symbols.entry(symbol).or_insert((*size, name));
                         if first.0 != *size {
-                            return Err(bad(format!("{symbol} = {} on axis {axis} as in {}", first.0, first.1)));
+                            return Err(bad(format!(
+                                "{symbol} = {} on axis {axis} as in {}",
+                                first.0, first.1
+                            )));
                         }
                     }
                     Dim::Fixed(_) | Dim::Unknown => {}
@@ -248,6 +258,17 @@ impl Stage<'_> {
     }
 }
 
+/// Options of the CPU provider that keep memory low. Measured on a decoder block of 64 MiB activations: 417 MiB at the
+/// peak against 753, in the same time.
+fn frugal(builder: SessionBuilder, model: &[u8]) -> ort::Result<SessionBuilder, ort::Error<SessionBuilder>> {
+    let arena = ort::ep::CPU::default().with_arena_allocator(false).build();
+    let builder = builder.with_memory_pattern(false)?.with_execution_providers([arena])?;
+    // Repacked weights are a second copy that is not backed by the file, and products in f32 are no faster for it;
+    // those of 4-bit weights take half as long again without.
+    const REPACKED: &[u8] = b"MatMulNBits";
+    builder.with_prepacking(model.windows(REPACKED.len()).any(|part| part == REPACKED))
+}
+
 fn bind<T>(binding: &mut IoBinding, name: &str, shape: &[usize], values: &[T]) -> ort::Result<()>
 where
     T: PrimitiveTensorElementType + Clone + std::fmt::Debug + Copy + 'static,
@@ -257,7 +278,10 @@ where
 }
 
 fn download(stage: &str, name: &str, value: Option<&DynValue>) -> Result<HostTensor, RuntimeError> {
-    let failed = |reason: String| RuntimeError::Run { stage: stage.to_owned(), reason: format!("output {name}: {reason}") };
+    let failed = |reason: String| RuntimeError::Run {
+        stage: stage.to_owned(),
+        reason: format!("output {name}: {reason}"),
+    };
     let value = value.ok_or_else(|| failed("not returned".to_owned()))?;
     fn read<T: PrimitiveTensorElementType + Copy>(value: &DynValue) -> ort::Result<(Vec<usize>, Vec<T>)> {
         let (shape, values) = value.try_extract_tensor::<T>()?;

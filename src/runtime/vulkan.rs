@@ -32,7 +32,8 @@ pub struct Adapter {
 /// The adapters of this machine in the order in which the loader lists them, or why there are none.
 pub fn adapters() -> Result<Vec<Adapter>, String> {
     // SAFETY: loading the Vulkan loader runs its initialisers, which is what every Vulkan program does.
-    let entry = unsafe { Entry::load() }.map_err(|e| format!("the Vulkan loader could not be loaded ({e})"))?;
+    let entry =
+        unsafe { Entry::load() }.map_err(|e| format!("the Vulkan loader could not be loaded ({e})"))?;
     let app = vk::ApplicationInfo::default().application_name(c"viaduct").api_version(vk::API_VERSION_1_1);
     let info = vk::InstanceCreateInfo::default().application_info(&app);
     // SAFETY: the create info and what it points to live until the call returns.

@@ -50,7 +50,8 @@ pub fn all(dtype: DType) -> Vec<Case> {
 fn products(dtype: DType) -> Vec<Case> {
     let mut cases = Vec::new();
     let weight = noise(9, 96 * 64);
-    let shapes: [(&str, &[usize]); 2] = [("MatMul 3-D x 2-D", &[1, 40, 96]), ("MatMul 4-D x 2-D", &[1, 4, 10, 96])];
+    let shapes: [(&str, &[usize]); 2] =
+        [("MatMul 3-D x 2-D", &[1, 40, 96]), ("MatMul 4-D x 2-D", &[1, 4, 10, 96])];
     for (name, shape) in shapes {
         let mut case = Draft::new(dtype).x("x", shape);
         case.net.float("w", &[96, 64], &weight).node("MatMul", &["x", "w"], "y", &[]);
@@ -124,7 +125,12 @@ fn norms(dtype: DType) -> Vec<Case> {
     cases.push(case.done("RMSNormalization per head"));
     let mut case = Draft::new(dtype).x("x", &[1, 40, 96]);
     case.net.float("s", &[96], &scale);
-    case.net.node("SimplifiedLayerNormalization", &["x", "s"], "y", &[("axis", int(-1)), ("epsilon", float(1e-6))]);
+    case.net.node(
+        "SimplifiedLayerNormalization",
+        &["x", "s"],
+        "y",
+        &[("axis", int(-1)), ("epsilon", float(1e-6))],
+    );
     cases.push(case.done("SimplifiedLayerNormalization"));
     let mut case = Draft::new(dtype).x("x", &[1, 40, 96]);
     case.net.float("s", &[96], &[1.0; 96]);
@@ -132,7 +138,12 @@ fn norms(dtype: DType) -> Vec<Case> {
     cases.push(case.done("LayerNormalization scale 1, no bias"));
     let mut case = Draft::new(dtype).x("x", &[1, 40, 96]);
     case.net.float("s", &[96], &scale).float("b", &[96], &noise(4, 96));
-    case.net.node("LayerNormalization", &["x", "s", "b"], "y", &[("axis", int(-1)), ("epsilon", float(1e-6))]);
+    case.net.node(
+        "LayerNormalization",
+        &["x", "s", "b"],
+        "y",
+        &[("axis", int(-1)), ("epsilon", float(1e-6))],
+    );
     cases.push(case.done("LayerNormalization"));
     let mut case = Draft::new(dtype).x("x", &[1, 8, 300]);
     case.net.float("s", &[8], &scale[..8]).float("b", &[8], &noise(4, 8));
@@ -160,7 +171,8 @@ fn norms(dtype: DType) -> Vec<Case> {
 fn rotary(dtype: DType, interleaved: i64, name: &str) -> Case {
     let (tokens, heads, size) = (40, 4, 32);
     let mut case = Draft::new(dtype).x("x", &[1, tokens, heads * size]);
-    let angle = |i: usize| (i / (size / 2)) as f32 * 100f32.powf(-((i % (size / 2)) as f32) / (size / 2) as f32);
+    let angle =
+        |i: usize| (i / (size / 2)) as f32 * 100f32.powf(-((i % (size / 2)) as f32) / (size / 2) as f32);
     let angles: Vec<f32> = (0..tokens * size / 2).map(angle).collect();
     for (cache, f) in [("cos", f32::cos as fn(f32) -> f32), ("sin", f32::sin)] {
         case.net.x(cache, &[tokens, size / 2]);
@@ -217,7 +229,12 @@ fn layout(dtype: DType) -> Vec<Case> {
     case.net.node("Transpose", &["x"], "y", &[("perm", ints(&[0, 2, 1, 3]))]);
     cases.push(case.done("Transpose"));
     let mut case = Draft::new(dtype).x("x", &[1, 40, 96]);
-    case.net.ints("shape", &[0, 0, 4, -1]).node("Reshape", &["x", "shape"], "r", &[]).node("Neg", &["r"], "y", &[]);
+    case.net.ints("shape", &[0, 0, 4, -1]).node("Reshape", &["x", "shape"], "r", &[]).node(
+        "Neg",
+        &["r"],
+        "y",
+        &[],
+    );
     cases.push(case.done("Reshape with 0 and -1"));
     let mut case = Draft::new(dtype).x("table", &[50, 16]);
     case.net.input("ids", DType::I64, &[Dim::Fixed(1), Dim::Fixed(5)]);
@@ -267,7 +284,12 @@ fn pointwise(dtype: DType) -> Vec<Case> {
     let mut case = Draft::new(dtype);
     case.net.x("x", &[1]).float("one", &[], &[1.0]);
     case.feeds.push(("x".to_owned(), tensor(dtype, &[1], &[128.0])));
-    case.net.node("Sqrt", &["x"], "a", &[]).node("Div", &["one", "a"], "b", &[]).node("Sqrt", &["b"], "y", &[]);
+    case.net.node("Sqrt", &["x"], "a", &[]).node("Div", &["one", "a"], "b", &[]).node(
+        "Sqrt",
+        &["b"],
+        "y",
+        &[],
+    );
     cases.push(case.done("Sqrt, Div, Sqrt of one number"));
     cases
 }

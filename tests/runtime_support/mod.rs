@@ -13,9 +13,7 @@ use viaduct::{
     runtime::{Provider, Runtime, RuntimeError, RuntimeOptions, StageModel},
     tensor::{HostTensor, Values},
 };
-use viaduct_export::onnx::{
-    Attribute, DType, Dim, Graph, Model, Node, Tensor, ValueType, model_bytes,
-};
+use viaduct_export::onnx::{Attribute, DType, Dim, Graph, Model, Node, Tensor, ValueType, model_bytes};
 
 /// A graph under construction; values are known by name.
 pub struct Net {
@@ -124,7 +122,12 @@ pub fn string(value: &str) -> Attribute {
 pub type Feeds = Vec<(String, HostTensor)>;
 
 /// Opens the model, runs it once and returns the named outputs.
-pub fn run(runtime: &mut Runtime, model: &Model, feeds: &Feeds, outputs: &[&str]) -> Result<Vec<HostTensor>, RuntimeError> {
+pub fn run(
+    runtime: &mut Runtime,
+    model: &Model,
+    feeds: &Feeds,
+    outputs: &[&str],
+) -> Result<Vec<HostTensor>, RuntimeError> {
     let bytes = model_bytes(model).expect("a small model");
     let mut stage = runtime.open(StageModel { name: "test", bytes, folder: Path::new(".") })?;
     let inputs: Vec<(&str, &HostTensor)> = feeds.iter().map(|(n, t)| (n.as_str(), t)).collect();
