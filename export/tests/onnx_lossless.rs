@@ -4,12 +4,17 @@ mod onnx_support;
 
 use std::{fs, path::Path};
 
-use onnx_support::{python, run_python};
+use onnx_support::*;
 use prost::Message;
 use viaduct_export::onnx::{
-    WriteOptions, model_bytes,
-    proto::{AttributeProto, GraphProto, ModelProto, TensorProto},
-    read_model, write_model,
+    Attribute, WriteOptions, model_bytes,
+    proto::{
+        AttributeProto, FunctionProto, GraphProto, ModelProto, SparseTensorProto, TensorAnnotation,
+        TensorProto, TensorShapeProto, TypeProto, ValueInfoProto,
+        tensor_shape_proto::{Dimension, dimension},
+        type_proto,
+    },
+    read_model, read_model_bytes, write_model,
 };
 
 /// Values as raw bytes, wherever and however they are stored: the one thing that may change.
@@ -100,4 +105,163 @@ fn node_models_survive_reading_and_writing() {
     assert!(count >= 1600, "only {count} models");
     let refused = |folder: &Path| String::from_utf8(run_python(&python, CHECK, &[folder]).stdout).unwrap();
     assert_eq!(refused(source), refused(target.path()));
+}
+
+/// What no node model of the suite has, in one model.
+#[test]
+fn whatever_a_model_carries_survives() {
+    let text = |key: &str| external(&[(key, "text")]).external_data;
+    let weight = TensorProto {
+        name: Some("w".into()),
+        doc_string: Some("a weight".into()),
+        metadata_props: text("tensor"),
+        dims: vec![2],
+        data_type: Some(1),
+        float_data: vec![1.0, f32::MIN_POSITIVE],
+        ..TensorProto::default()
+    };
+    let plain = TensorProto { name: Some("v".into()), doc_string: None, ..weight.clone() };
+    let attribute = |name: &str, kind, attribute: AttributeProto| AttributeProto {
+        name: Some(name.into()),
+        r#type: Some(kind),
+        doc_string: Some(format!("about {name}")),
+        ..attribute
+    };
+    let none = AttributeProto::default;
+    let body = GraphProto {
+        name: Some("body".into()),
+        doc_string: Some("inner".into()),
+        initializer: vec![TensorProto { name: Some("inner".into()), ..weight.clone() }],
+        node: vec![node_proto("n", &["x", "inner"], &["z"])],
+        output: vec![value_proto("z")],
+        ..GraphProto::default()
+    };
+    let sparse = SparseTensorProto {
+        values: Some(TensorProto { name: Some("sparse".into()), ..weight.clone() }),
+        dims: vec![8],
+        ..SparseTensorProto::default()
+    };
+    let mut node = node_proto("n", &["x", "", "sparse"], &["a", "", "y"]);
+    node.domain = Some("ai.onnx".into());
+    node.overload = Some("overload".into());
+    node.doc_string = Some("about n".into());
+    node.metadata_props = text("node");
+    node.attribute = vec![
+        attribute("i", 2, AttributeProto { i: Some(-1), ..none() }),
+        attribute("f", 1, AttributeProto { f: Some(0.5), ..none() }),
+        attribute("s", 3, AttributeProto { s: Some(vec![0xff, 0]), ..none() }),
+        attribute("is", 7, AttributeProto { ints: vec![1, 2], ..none() }),
+        attribute("fs", 6, AttributeProto { floats: vec![], ..none() }),
+        attribute("ss", 8, AttributeProto { strings: vec![vec![], vec![1]], ..none() }),
+        attribute("t", 4, AttributeProto { t: Some(weight.clone()), ..none() }),
+        attribute("ts", 9, AttributeProto { tensors: vec![weight.clone()], ..none() }),
+        attribute("g", 5, AttributeProto { g: Some(body.clone()), ..none() }),
+        attribute("gs", 10, AttributeProto { graphs: vec![body.clone(), body], ..none() }),
+        attribute("sparse", 11, AttributeProto { sparse_tensor: Some(sparse.clone()), ..none() }),
+        attribute("tp", 13, AttributeProto { tp: value_proto("").r#type, ..none() }),
+        attribute("ref", 2, AttributeProto { ref_attr_name: Some("outer".into()), ..none() }),
+        attribute("unheard", 77, none()),
+    ];
+    let mut proto = model_proto(vec![node], vec![weight.clone(), plain]);
+    proto.producer_version = Some("1".into());
+    proto.doc_string = Some(String::new());
+    proto.metadata_props = text("model");
+    proto.opset_import[0].domain = Some("ai.onnx".into());
+    proto.functions = vec![FunctionProto { name: Some("f".into()), ..FunctionProto::default() }];
+    let graph = proto.graph.as_mut().unwrap();
+    graph.doc_string = Some("outer".into());
+    graph.sparse_initializer = vec![sparse];
+    graph.quantization_annotation =
+        vec![TensorAnnotation { tensor_name: Some("a".into()), ..Default::default() }];
+    graph.value_info = vec![value_proto("a"), value_proto("w")];
+    graph.value_info[0].metadata_props = text("value");
+    // Sizes that nothing else can hold: negative, empty name, denotation.
+    let value = |value| Dimension { denotation: Some("DATA_BATCH".into()), value };
+    let dim = vec![
+        value(Some(dimension::Value::DimValue(-1))),
+        value(Some(dimension::Value::DimParam(String::new()))),
+        value(Some(dimension::Value::DimParam("n".into()))),
+        value(None),
+    ];
+    let ty = type_proto::Tensor { elem_type: Some(16), shape: Some(TensorShapeProto { dim }) };
+    let ty = TypeProto { value: Some(type_proto::Value::TensorType(ty)), denotation: Some("IMAGE".into()) };
+    graph.input.push(ValueInfoProto { r#type: Some(ty), ..value_proto("image") });
+    graph.input.push(ValueInfoProto { r#type: None, ..value_proto("untyped") });
+
+    let here = Path::new(".");
+    let bytes = proto.encode_to_vec();
+    let model = read_model_bytes(bytes.clone().into(), None).unwrap();
+    let again = normal(&model_bytes(&model).unwrap(), here);
+    // Value infos come in the order of their values: initializers first.
+    let mut expected = normal(&bytes, here);
+    expected.graph.as_mut().unwrap().value_info.reverse();
+    assert_eq!(expected, again);
+}
+
+/// Each typed storage form against the raw bytes it stands for.
+#[test]
+fn typed_values_become_bytes() {
+    let typed = |dims: &[i64], data_type, tensor: TensorProto| TensorProto {
+        dims: dims.to_vec(),
+        data_type: Some(data_type),
+        ..tensor
+    };
+    let ints = |values: &[i32]| TensorProto { int32_data: values.to_vec(), ..TensorProto::default() };
+    let floats = |values: &[f32]| TensorProto { float_data: values.to_vec(), ..TensorProto::default() };
+    let unsigned = |values: &[u64]| TensorProto { uint64_data: values.to_vec(), ..TensorProto::default() };
+    let doubles = |values: &[f64]| TensorProto { double_data: values.to_vec(), ..TensorProto::default() };
+    let cases: Vec<(TensorProto, Vec<u8>)> = vec![
+        (typed(&[1], 1, floats(&[1.0])), vec![0, 0, 0x80, 0x3f]),
+        (typed(&[2], 2, ints(&[0, 255])), vec![0, 255]),
+        (typed(&[3], 3, ints(&[-128, 127, 255])), vec![128, 127, 255]),
+        (typed(&[1], 4, ints(&[65535])), vec![255, 255]),
+        (typed(&[2], 5, ints(&[-2, 3])), vec![254, 255, 3, 0]),
+        (typed(&[1], 6, ints(&[-2])), vec![254, 255, 255, 255]),
+        (typed(&[1], 7, TensorProto { int64_data: vec![-1], ..TensorProto::default() }), vec![255; 8]),
+        (typed(&[2, 1], 9, ints(&[1, 0])), vec![1, 0]),
+        (typed(&[2], 10, ints(&[0x3c00, -1])), vec![0, 0x3c, 255, 255]),
+        (typed(&[], 11, doubles(&[0.0])), vec![0; 8]),
+        (typed(&[1], 12, unsigned(&[u32::MAX.into()])), vec![255; 4]),
+        (typed(&[1], 13, unsigned(&[u64::MAX])), vec![255; 8]),
+        (typed(&[1], 14, floats(&[0.0, 1.0])), vec![0, 0, 0, 0, 0, 0, 0x80, 0x3f]),
+        (typed(&[1], 15, doubles(&[0.0, 0.0])), vec![0; 16]),
+        (typed(&[1], 16, ints(&[0x3f80])), vec![0x80, 0x3f]),
+        (typed(&[2], 17, ints(&[1, 254])), vec![1, 254]),
+        (typed(&[3], 21, ints(&[0x21, 0x03])), vec![0x21, 3]),
+        (typed(&[3], 22, ints(&[0xef, 0x0d])), vec![0xef, 0x0d]),
+        (typed(&[0], 6, ints(&[])), vec![]),
+    ];
+    for (tensor, expected) in cases {
+        let model = read_model_bytes(tensor_model(tensor.clone()).encode_to_vec().into(), None).unwrap();
+        let read = model.graph[model.graph.find("w").unwrap()].constant.as_ref().unwrap();
+        assert_eq!(*read.bytes.read().unwrap(), expected, "{tensor:?}");
+        let proto = ModelProto::decode(model_bytes(&model).unwrap().as_slice()).unwrap();
+        let written = &proto.graph.unwrap().initializer[0];
+        assert_eq!((&written.dims, written.data_type), (&tensor.dims, tensor.data_type));
+        assert_eq!(written.raw_data.as_deref(), Some(expected.as_slice()));
+    }
+    let strings = TensorProto { string_data: vec![b"a".to_vec(), vec![0xff]], ..TensorProto::default() };
+    let strings = typed(&[2], 8, strings);
+    let model = read_model_bytes(tensor_model(strings.clone()).encode_to_vec().into(), None).unwrap();
+    let proto = ModelProto::decode(model_bytes(&model).unwrap().as_slice()).unwrap();
+    assert_eq!(proto.graph.unwrap().initializer[0].string_data, strings.string_data);
+}
+
+/// Files of the first IR version do not state the types of attributes.
+#[test]
+fn attributes_without_a_type() {
+    let mut node = node_proto("n", &["x"], &["y"]);
+    let unset = |name: &str| AttributeProto { name: Some(name.into()), ..AttributeProto::default() };
+    node.attribute = vec![
+        AttributeProto { i: Some(3), ..unset("i") },
+        AttributeProto { floats: vec![1.5], ..unset("fs") },
+        unset("nothing"),
+        AttributeProto { i: Some(3), f: Some(1.0), ..unset("both") },
+    ];
+    let model = read_model_bytes(model_proto(vec![node], vec![]).encode_to_vec().into(), None).unwrap();
+    let (_, node) = model.graph.nodes().next().unwrap();
+    assert_eq!(node.int("i"), Some(3));
+    assert!(matches!(node.attribute("fs"), Some(Attribute::Floats(values)) if *values == [1.5]));
+    assert!(matches!(node.attribute("nothing"), Some(Attribute::Other(_))));
+    assert!(matches!(node.attribute("both"), Some(Attribute::Other(_))));
 }

@@ -244,6 +244,7 @@ fn invalid_graphs_and_paths_are_refused() {
         let complaint = write_model(&valid, &path, &WriteOptions::default()).unwrap_err().to_string();
         let names = folder.path().join(names).display().to_string();
         assert!(complaint.contains(&names) && complaint.contains(words), "{complaint}");
+        assert!(!complaint.contains(".part"), "{complaint}");
     }
     assert_eq!(files(folder.path()), ["directory.onnx", "file"], "the data file is taken back");
 }

@@ -29,15 +29,19 @@ pub(super) struct Output {
 impl Output {
     pub fn create(folder: &Path, name: String) -> Result<Output, WriteError> {
         let path = folder.join(&name);
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(".").suffix(".part");
-        // Temporary files are private by default; what is written here is as readable as any other file.
-        #[cfg(unix)]
-        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-        match builder.tempfile_in(folder) {
+        // `tempfile` adds its random path to errors, which would only confuse.
+        let mut code = None;
+        let open = |path: &Path| {
+            // Not private, as temporary files are by default, but as readable as any other file.
+            let opened = File::options().write(true).create_new(true).open(path);
+            opened.inspect_err(|error| code = error.raw_os_error())
+        };
+        match tempfile::Builder::new().prefix(".").suffix(".part").make_in(folder, open) {
             Ok(temporary) => Ok(Output { name, path, temporary, hash: Sha256::new(), bytes: 0 }),
-            // The random name would only confuse.
-            Err(error) => Err(WriteError::Io { file: path, source: error.kind_and_code() }),
+            Err(error) => {
+                let source = code.map_or(error, io::Error::from_raw_os_error);
+                Err(WriteError::Io { file: path, source })
+            }
         }
     }
 
@@ -52,23 +56,6 @@ impl Output {
     fn sync(&self) -> Result<(), WriteError> {
         let synced = self.temporary.as_file().sync_all();
         synced.map_err(|source| WriteError::Io { file: self.path.clone(), source })
-    }
-}
-
-/// `tempfile` adds the temporary path to its errors.
-trait Plain {
-    fn kind_and_code(self) -> io::Error;
-}
-
-impl Plain for io::Error {
-    fn kind_and_code(self) -> io::Error {
-        match self.raw_os_error().or_else(|| {
-            let source = self.get_ref()?.source()?.downcast_ref::<io::Error>()?;
-            source.raw_os_error()
-        }) {
-            Some(code) => io::Error::from_raw_os_error(code),
-            None => self,
-        }
     }
 }
 
