@@ -4,7 +4,7 @@ mod runtime_support;
 
 use std::{path::Path, time::Instant};
 
-use runtime_support::{Net, cases, cpu, float, int, ints, noise, relative_error, run, tensor, webgpu};
+use runtime_support::{Net, cases, cpu, float, int, ints, noise, relative_error, run, webgpu};
 use viaduct::{
     runtime::{Device, RuntimeError, StageModel, attention_self_test, lower, lower_within},
     tensor::HostTensor,
@@ -200,5 +200,40 @@ fn webgpu_large_dispatches() {
         let error = relative_error(&y[0].to_f32(), &expected);
         println!("{name}: {error:.2e} {:.2} s", start.elapsed().as_secs_f32());
         assert!(error < 2e-6, "{name}: {error:e}");
+    }
+}
+
+/// https://github.com/kvark/blade/issues/356: long chains in one submission gave zeros on some drivers.
+#[test]
+fn webgpu_long_chains() {
+    let Some(mut gpu) = webgpu() else { return };
+    let mut net = Net::new(DType::F32);
+    net.x("v0", &[256]).x("step", &[256]);
+    for i in 0..500 {
+        net.node("Add", &[&format!("v{i}"), "step"], &format!("v{}", i + 1), &[]);
+    }
+    let ones = HostTensor::f32(&[256], vec![1.0; 256]);
+    let feeds = vec![("v0".to_owned(), ones.clone()), ("step".to_owned(), ones)];
+    let y = run(&mut gpu.runtime, &net.model(&["v500"]), &feeds, &["v500"]).unwrap();
+    assert_eq!(y[0].to_f32(), vec![501.0; 256]);
+}
+
+/// https://github.com/microsoft/onnxruntime/issues/25195: a tensor larger than a binding of the adapter may be. The
+/// plan refuses such graphs; this holds that one that slips through gives right numbers or an error.
+#[test]
+fn webgpu_tensors_larger_than_a_binding() {
+    let Some(mut gpu) = webgpu() else { return };
+    let limit = gpu.runtime.device().adapter.as_ref().unwrap().max_storage_buffer_range;
+    let rows = (limit >> 12) as usize + 512;
+    if limit > 1 << 30 {
+        return;
+    }
+    let mut net = Net::new(DType::F32);
+    net.x("x", &[rows, 1024]).node("Neg", &["x"], "y", &[]);
+    let x = HostTensor::f32(&[rows, 1024], (0..rows * 1024).map(|i| (i % 4096) as f32).collect());
+    let feeds = vec![("x".to_owned(), x)];
+    match run(&mut gpu.runtime, &net.model(&["y"]), &feeds, &["y"]) {
+        Ok(y) => assert!(y[0].to_f32().iter().enumerate().all(|(i, v)| *v == -((i % 4096) as f32))),
+        Err(e) => println!("{} MiB: {e}", rows >> 8),
     }
 }

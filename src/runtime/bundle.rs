@@ -2,10 +2,10 @@
 
 use viaduct_export::{
     bundle::Bundle,
-    onnx::{DType, Value, ValueType, model_bytes, read_model},
+    onnx::{DType, Value, ValueType, read_model},
 };
 
-use super::{Runtime, RuntimeError, Stage, StageModel, lower::lower};
+use super::{Runtime, RuntimeError, Stage, lower::lower};
 
 /// How a stage is to be opened.
 pub struct Binding<'a> {
@@ -25,8 +25,8 @@ impl Runtime {
     ) -> Result<Stage<'_>, RuntimeError> {
         let stage = bundle.stage(name)?;
         let path = bundle.path(&stage.graph)?;
-        let mut model =
-            read_model(&path).map_err(|source| RuntimeError::Graph { stage: name.to_owned(), source })?;
+        let unreadable = |e| RuntimeError::Graph { stage: name.to_owned(), source: Box::new(e) };
+        let mut model = read_model(&path).map_err(unreadable)?;
         let graph = &model.graph;
         if !self.device().f16 && graph.values().any(|(_, value)| is_f16(value)) {
             let (stage, adapter) = (name.to_owned(), self.device().name.clone());
@@ -37,11 +37,9 @@ impl Runtime {
         let inner: Vec<String> = inner.map(|(_, value)| value.name.clone()).collect();
         let exposed: Vec<&str> = inner.iter().map(String::as_str).collect();
         let sizes = binding.sizes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect();
-        lower(&mut model, self.device(), &sizes, &exposed)
-            .map_err(|source| RuntimeError::Lower { stage: name.to_owned(), source })?;
-        let bytes =
-            model_bytes(&model).map_err(|source| RuntimeError::Write { stage: name.to_owned(), source })?;
-        self.open(StageModel { name, bytes, folder: &bundle.folder })
+        let unfit = |e| RuntimeError::Lower { stage: name.to_owned(), source: Box::new(e) };
+        lower(&mut model, self.device(), &sizes, &exposed).map_err(unfit)?;
+        self.open_model(name, model)
     }
 }
 

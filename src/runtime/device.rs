@@ -129,6 +129,8 @@ impl Runtime {
                     Some(format!("{} is a software adapter, slower than the CPU provider", device.name)),
                 ),
                 Ok(device) => device,
+                // Who names an adapter wants that one.
+                Err(e) if options.adapter.is_some() => return Err(e),
                 Err(e) => cpu(env, Some(e.to_string())),
             },
         };

@@ -23,11 +23,11 @@ pub enum RuntimeError {
     #[error(transparent)]
     Bundle(#[from] BundleError),
     #[error("stage {stage}: {source}")]
-    Graph { stage: String, source: ReadError },
+    Graph { stage: String, source: Box<ReadError> },
     #[error("stage {stage}: {source}")]
-    Lower { stage: String, source: LowerError },
+    Lower { stage: String, source: Box<LowerError> },
     #[error("stage {stage}: {source}")]
-    Write { stage: String, source: WriteError },
+    Write { stage: String, source: Box<WriteError> },
     #[error(
         "stage {stage} computes in f16, which {adapter} cannot; export with --profile f32, or run with --ep cpu"
     )]

@@ -17,7 +17,7 @@ use ort::{
 };
 use viaduct_export::onnx::{DType, Dim};
 
-use super::{Device, Provider, Runtime, RuntimeError, assignment};
+use super::{Device, Provider, Runtime, RuntimeError, assignment, env};
 use crate::tensor::{HostTensor, Values};
 
 /// A model to open.
@@ -110,9 +110,11 @@ impl Runtime {
         if self.device.provider == Provider::WebGpu {
             // An empty list of devices would be accepted, and would run on the CPU.
             let device = self.ort_device().ok_or("the plugin offers no device")?;
-            let options = [("storageBufferCacheMode", "simple")];
-            let options = options.map(|(k, v)| (format!("{}.{k}", super::env::WEBGPU), v.to_owned()));
+            // On an H200 half the memory of the default mode, and faster: 5.4 against 11.3 GiB for a FLUX.2 Klein step.
+            let options = [(format!("{}.storageBufferCacheMode", env::WEBGPU), "simple".to_owned())];
             builder = builder.with_devices([device], Some(&options)).map_err(text)?;
+        } else {
+            builder = frugal(builder, &model.bytes)?;
         }
         builder.commit_from_memory(&model.bytes).map_err(text)
     }
@@ -254,6 +256,18 @@ impl Stage<'_> {
         }
         Ok(())
     }
+}
+
+/// Options of the CPU provider that keep memory low. Measured on a decoder block of 64 MiB activations: 417 MiB at the
+/// peak against 753, in the same time.
+fn frugal(builder: SessionBuilder, model: &[u8]) -> Result<SessionBuilder, String> {
+    let arena = ort::ep::CPU::default().with_arena_allocator(false).build();
+    let builder = builder.with_memory_pattern(false).map_err(text)?;
+    let builder = builder.with_execution_providers([arena]).map_err(text)?;
+    // Repacked weights are a second copy that is not backed by the file, and products in f32 are no faster for it;
+    // those of 4-bit weights take half as long again without.
+    const REPACKED: &[u8] = b"MatMulNBits";
+    builder.with_prepacking(model.windows(REPACKED.len()).any(|part| part == REPACKED)).map_err(text)
 }
 
 fn bind<T>(binding: &mut IoBinding, name: &str, shape: &[usize], values: &[T]) -> ort::Result<()>
