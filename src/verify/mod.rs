@@ -24,7 +24,6 @@ use crate::{
     pipeline::{
         event::Listener,
         flux2::{Flux2, Flux2Error, Noise, Request, Run, Watch},
-        image::psnr,
         noise::draw_latents,
         probe::NoProbe,
         size::{Size, SizeError},
@@ -100,7 +99,7 @@ pub fn verify(
     let forced = flux2.draw(&request, &mut run)?;
     let mut nodes = run.watch.nodes;
     if !oracle.names.contains("image_raw") {
-        comparer.picture("image_01 (reference latents)", &to_unit(&forced), None)?;
+        comparer.forced_picture(&to_unit(&forced))?;
     }
 
     let mut nothing = NoProbe;
@@ -109,7 +108,7 @@ pub fn verify(
     for (provider, count) in run.watch.nodes {
         *nodes.entry(provider).or_default() += count;
     }
-    comparer.picture("image_01", &free, Some(&psnr))?;
+    comparer.free_picture(&free)?;
     compare_seed(&flux2, oracle, &request, &mut comparer)?;
     let (rows, not_compared) = comparer.finish()?;
     let device = runtime.device().to_string();
