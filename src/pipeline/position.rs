@@ -2,7 +2,7 @@
 //!
 //! The tables are constants of a request, so they are inputs of the graphs: no sine is left to a GPU's f16.
 
-use viaduct_export::arch::flux2::parameters::TextIds;
+pub use viaduct_export::arch::flux2::parameters::TextIds;
 
 use crate::tensor::HostTensor;
 
