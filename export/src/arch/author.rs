@@ -76,6 +76,17 @@ impl<'a> Author<'a> {
         Ok(self.graph.add(y, bias))
     }
 
+    /// [`Author::linear`] without a bias: the weight named `weight` is [outputs, inputs].
+    pub fn project(
+        &mut self,
+        x: ValueId,
+        weight: &str,
+        inputs: usize,
+        outputs: usize,
+    ) -> Result<ValueId, AuthorError> {
+        self.linear(x, &Linear { weight, bias: None, inputs, outputs })
+    }
+
     /// MatMul with the weight transposed to [inputs, outputs] when it is written. Where the stored type differs from
     /// that of `x`, the product is computed in f32.
     fn plain_matmul(

@@ -3,10 +3,7 @@
 
 use super::{Constants, Flux2Error, config::TransformerConfig};
 use crate::{
-    arch::{
-        author::{Author, Linear},
-        blocks::mlp::silu,
-    },
+    arch::{author::Author, blocks::mlp::silu},
     onnx::{DType, Dim, Model, Tensor, ValueId},
     recipe::{Compute, Precision},
     weights::Checkpoint,
@@ -27,9 +24,9 @@ pub fn author(
     let steps = Dim::Symbol("steps".to_owned());
     let e = a.graph.input("time_embedding", DType::F32, &[steps.clone(), Dim::Fixed(channels)]);
     let time = |name| format!("time_guidance_embed.timestep_embedder.{name}.weight");
-    let e = linear(&mut a, e, &time("linear_1"), channels, width)?;
+    let e = a.project(e, &time("linear_1"), channels, width)?;
     let e = silu(&mut a, e);
-    let vec = linear(&mut a, e, &time("linear_2"), width, width)?;
+    let vec = a.project(e, &time("linear_2"), width, width)?;
     a.graph.output(vec, "dit_temb", &[steps.clone(), Dim::Fixed(width)]);
     let vec = silu(&mut a, vec);
     let sets: [(&str, &str, &[f32]); 3] = [
@@ -53,16 +50,6 @@ pub fn author(
     Ok(a.finish())
 }
 
-fn linear(
-    a: &mut Author<'_>,
-    x: ValueId,
-    weight: &str,
-    inputs: usize,
-    outputs: usize,
-) -> Result<ValueId, Flux2Error> {
-    Ok(a.linear(x, &Linear { weight, bias: None, inputs, outputs })?)
-}
-
 /// `count` vectors per step: [steps, count, width].
 fn vectors(
     a: &mut Author<'_>,
@@ -71,7 +58,7 @@ fn vectors(
     count: usize,
     width: usize,
 ) -> Result<ValueId, Flux2Error> {
-    let y = linear(a, x, weight, width, count * width)?;
+    let y = a.project(x, weight, width, count * width)?;
     Ok(a.graph.reshape(y, &[0, count as i64, width as i64]))
 }
 

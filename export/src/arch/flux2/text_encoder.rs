@@ -93,13 +93,10 @@ fn decoder_layer(
     let attended = self_attention(a, c, &format!("{prefix}self_attn."), y, shared, rows)?;
     let x = add_branch(a, x, attended, None);
     let y = stream_norm(a, x, &format!("{prefix}post_attention_layernorm.weight"), hidden, c.rms_norm_eps)?;
-    let project = |a: &mut Author<'_>, x, name: &str, inputs, outputs| {
-        a.linear(x, &Linear { weight: &format!("{prefix}mlp.{name}.weight"), bias: None, inputs, outputs })
-    };
-    let gate = project(a, y, "gate_proj", hidden, c.intermediate_size)?;
-    let up = project(a, y, "up_proj", hidden, c.intermediate_size)?;
+    let gate = a.project(y, &format!("{prefix}mlp.gate_proj.weight"), hidden, c.intermediate_size)?;
+    let up = a.project(y, &format!("{prefix}mlp.up_proj.weight"), hidden, c.intermediate_size)?;
     let y = swiglu(a, gate, up);
-    let y = project(a, y, "down_proj", c.intermediate_size, hidden)?;
+    let y = a.project(y, &format!("{prefix}mlp.down_proj.weight"), c.intermediate_size, hidden)?;
     Ok(add_branch(a, x, y, None))
 }
 

@@ -3,7 +3,7 @@
 use super::{Constants, Flux2Error, config::TransformerConfig};
 use crate::{
     arch::{
-        author::{Author, Linear},
+        author::Author,
         blocks::{
             attention::joint_attention,
             mlp::swiglu,
@@ -81,7 +81,7 @@ pub fn author(
     a.graph.label(y, "dit_norm_out");
     let y = a.to_compute(y);
     let outputs = config.outputs();
-    let y = a.linear(y, &Linear { weight: "proj_out.weight", bias: None, inputs: width, outputs })?;
+    let y = a.project(y, "proj_out.weight", width, outputs)?;
     let pred = a.to_f32(y);
     a.graph.output(pred, "pred", &image(outputs));
     Ok(a.finish())
@@ -112,7 +112,7 @@ fn embed(
     outputs: usize,
 ) -> Result<ValueId, Flux2Error> {
     let x = a.to_compute(x);
-    let y = a.linear(x, &Linear { weight, bias: None, inputs, outputs })?;
+    let y = a.project(x, weight, inputs, outputs)?;
     let y = carry(a, y);
     a.graph.label(y, label);
     Ok(y)
@@ -138,8 +138,7 @@ fn double_block(
     let y_img = modulated(a, img, img_mod[0], eps);
     let y_txt = modulated(a, txt, txt_mod[0], eps);
     let project = |a: &mut Author<'_>, x, name: &str| {
-        let weight = format!("{prefix}attn.{name}.weight");
-        a.linear(x, &Linear { weight: &weight, bias: None, inputs: width, outputs: width })
+        a.project(x, &format!("{prefix}attn.{name}.weight"), width, width)
     };
     let mut joint = |names: [&str; 2], norms: Option<[&str; 2]>| -> Result<ValueId, Flux2Error> {
         let mut parts = [project(a, y_txt, names[0])?, project(a, y_img, names[1])?];
@@ -175,11 +174,9 @@ fn feed_forward(
 ) -> Result<ValueId, Flux2Error> {
     let (width, inner) = (s.config.width(), s.config.mlp_width());
     let y = modulated(a, x, m, s.config.eps);
-    let weight = format!("{prefix}linear_in.weight");
-    let y = a.linear(y, &Linear { weight: &weight, bias: None, inputs: width, outputs: 2 * inner })?;
+    let y = a.project(y, &format!("{prefix}linear_in.weight"), width, 2 * inner)?;
     let y = gated(a, s, y, 0);
-    let weight = format!("{prefix}linear_out.weight");
-    let y = a.linear(y, &Linear { weight: &weight, bias: None, inputs: inner, outputs: width })?;
+    let y = a.project(y, &format!("{prefix}linear_out.weight"), inner, width)?;
     Ok(add_branch(a, x, y, Some(m.gate)))
 }
 
@@ -205,9 +202,7 @@ fn single_block(
     let prefix = format!("single_transformer_blocks.{block}.attn.");
     let (width, inner) = (s.config.width(), s.config.mlp_width());
     let y = modulated(a, x, m, s.config.eps);
-    let weight = format!("{prefix}to_qkv_mlp_proj.weight");
-    let outputs = 3 * width + 2 * inner;
-    let y = a.linear(y, &Linear { weight: &weight, bias: None, inputs: width, outputs })?;
+    let y = a.project(y, &format!("{prefix}to_qkv_mlp_proj.weight"), width, 3 * width + 2 * inner)?;
     let columns =
         |a: &mut Author<'_>, i: usize| a.graph.slice(y, -1, (i * width) as i64, ((i + 1) * width) as i64);
     let [q, k, v] = [columns(a, 0), columns(a, 1), columns(a, 2)];
@@ -218,8 +213,7 @@ fn single_block(
     let attended = joint_attention(a, [q, k, v], &joint_rows(s.config.width()), s.config.num_attention_heads);
     let activated = gated(a, s, y, 3 * width);
     let y = a.graph.concat(&[attended, activated], -1);
-    let weight = format!("{prefix}to_out.weight");
-    let y = a.linear(y, &Linear { weight: &weight, bias: None, inputs: width + inner, outputs: width })?;
+    let y = a.project(y, &format!("{prefix}to_out.weight"), width + inner, width)?;
     Ok(add_branch(a, x, y, Some(m.gate)))
 }
 
