@@ -19,7 +19,8 @@ pub struct Arguments {
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let vulkan = adapters();
-    let started = arguments.device.start();
+    // The report itself says what was chosen.
+    let started = arguments.device.start(&mut |_| ());
     if arguments.json {
         println!("{}", report(&vulkan, &started));
     } else {

@@ -81,8 +81,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let request = request(arguments, &flux2)?;
     check_writable(arguments)?;
     let mut progress = Progress::new(arguments.progress.progress);
-    let mut runtime = arguments.device.start()?;
-    announce(&runtime, &request, &mut progress);
+    let mut runtime = arguments.device.start(&mut progress)?;
+    announce(&request, &mut progress);
 
     let mut dump = arguments.dump.as_deref().map(Dump::create).transpose()?;
     let mut nothing = NoProbe;
@@ -147,12 +147,7 @@ fn check_writable(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn announce(runtime: &Runtime, request: &Request, progress: &mut Progress) {
-    let device = runtime.device();
-    if let Some(note) = &device.note {
-        progress.on_event(Event::warning(note.clone()));
-    }
-    progress.on_event(Event::note(format!("device: {device}")));
+fn announce(request: &Request, progress: &mut Progress) {
     let noise = match &request.noise {
         Noise::Seed(seed) => format!("seed {seed}"),
         Noise::Given(_) => "given noise".to_owned(),

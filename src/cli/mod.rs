@@ -12,7 +12,10 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub use exit::code_of;
 
-use crate::runtime::{Provider, Runtime, RuntimeError, RuntimeOptions, attention_self_test};
+use crate::{
+    pipeline::event::{Event, Listener},
+    runtime::{Provider, Runtime, RuntimeError, RuntimeOptions, attention_self_test},
+};
 
 /// Carries big models over small machines: turns checkpoints into staged ONNX bundles and runs them on any Vulkan GPU.
 #[derive(Parser)]
@@ -48,11 +51,15 @@ struct DeviceArguments {
 }
 
 impl DeviceArguments {
-    /// Starts the runtime and measures what the device can be trusted with.
-    fn start(&self) -> Result<Runtime, RuntimeError> {
+    /// Starts the runtime, measures what the device can be trusted with, and says what was chosen.
+    fn start(&self, listener: &mut dyn Listener) -> Result<Runtime, RuntimeError> {
         let mut runtime =
             Runtime::start(&RuntimeOptions { provider: self.ep, adapter: self.adapter.clone() })?;
         attention_self_test(&mut runtime)?;
+        if let Some(why) = &runtime.device().note {
+            listener.on_event(Event::warning(format!("running on the CPU: {why}")));
+        }
+        listener.on_event(Event::note(format!("device: {}", runtime.device())));
         Ok(runtime)
     }
 }

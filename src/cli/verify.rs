@@ -6,10 +6,7 @@ use clap::Args;
 use viaduct_export::bundle::Bundle;
 
 use super::{DeviceArguments, ProgressArguments, progress::Progress};
-use crate::{
-    pipeline::event::{Event, Listener},
-    verify::{Oracle, Outcome, Report, verify},
-};
+use crate::verify::{Oracle, Outcome, Report, verify};
 
 /// Compare a bundle with reference tensors, boundary by boundary.
 ///
@@ -36,10 +33,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let bundle = Bundle::open(&arguments.bundle)?;
     let oracle = Oracle::open(&arguments.oracle)?;
     let mut progress = Progress::new(arguments.progress.progress);
-    let mut runtime = arguments.device.start()?;
-    if let Some(note) = &runtime.device().note {
-        progress.on_event(Event::warning(note.clone()));
-    }
+    let mut runtime = arguments.device.start(&mut progress)?;
     let report = verify(&bundle, &oracle, &mut runtime, &mut progress)?;
     drop(progress);
     if arguments.json {
