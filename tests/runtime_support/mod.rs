@@ -2,11 +2,10 @@
 #![allow(dead_code)]
 
 pub mod cases;
+#[path = "../support/webgpu.rs"]
+mod webgpu;
 
-use std::{
-    path::Path,
-    sync::{Mutex, MutexGuard, PoisonError},
-};
+use std::path::Path;
 
 use half::f16;
 use viaduct::{
@@ -14,6 +13,8 @@ use viaduct::{
     tensor::{HostTensor, Values},
 };
 use viaduct_export::onnx::{Attribute, DType, Dim, Graph, Model, Node, Tensor, ValueType, model_bytes};
+
+pub use webgpu::webgpu;
 
 /// A graph under construction; values are known by name.
 pub struct Net {
@@ -167,24 +168,4 @@ pub fn relative_error(a: &[f32], b: &[f32]) -> f32 {
 
 pub fn cpu() -> Runtime {
     Runtime::start(&RuntimeOptions { provider: Provider::Cpu, adapter: None }).expect("the CPU provider")
-}
-
-/// One WebGPU test at a time: they share the adapter, and a software adapter uses every core.
-pub struct WebGpu {
-    pub runtime: Runtime,
-    _alone: MutexGuard<'static, ()>,
-}
-
-/// The WebGPU runtime; none, loudly, where there is no adapter. On CI a missing adapter is a failure.
-pub fn webgpu() -> Option<WebGpu> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    match Runtime::start(&RuntimeOptions { provider: Provider::WebGpu, adapter: None }) {
-        Ok(runtime) => Some(WebGpu { runtime, _alone: alone }),
-        Err(e) if std::env::var("CI").is_ok_and(|v| v == "true") => panic!("{e}"),
-        Err(e) => {
-            eprintln!("\n*** NOT TESTED: {e}\n");
-            None
-        }
-    }
 }

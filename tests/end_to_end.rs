@@ -1,0 +1,250 @@
+//! What a user does: export, generate, inspect. All through the program.
+
+mod support;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use serde_json::Value;
+use support::{Bundle, Checkpoint, difference, oracle, scratch, tensor, tensors, viaduct, webgpu::webgpu};
+use viaduct::{
+    pipeline::{
+        event::Event,
+        image::{Picture, png_texts, psnr},
+    },
+    tensor::HostTensor,
+};
+
+const APPLE: &str = "red apple";
+const SEED: &str = "1000";
+
+fn picture(path: &Path) -> Picture {
+    Picture::from_png(&fs::read(path).unwrap()).unwrap()
+}
+
+/// Runs `viaduct inspect --json`.
+fn inspect(path: &Path, arguments: &[&str]) -> Value {
+    let assert = viaduct().arg("inspect").arg(path).arg("--json").args(arguments).assert().success();
+    serde_json::from_slice(&assert.get_output().stdout).unwrap()
+}
+
+/// Draws the oracle's apple with some more arguments.
+fn draw(bundle: &Bundle, out: &Path, arguments: &[&str]) {
+    bundle.generate(out, APPLE, "cpu").args(arguments).assert().success();
+}
+
+/// The decoder's output for the oracle's apple, before it becomes bytes.
+fn raw_apple(bundle: &Bundle, ep: &str) -> HostTensor {
+    let folder = scratch();
+    let mut command = bundle.generate(&folder.path().join("apple.png"), APPLE, ep);
+    command.args(["--seed", SEED, "--dump"]).arg(folder.path()).assert().success();
+    tensor(folder.path(), "image_raw")
+}
+
+#[test]
+fn the_picture_is_the_references() {
+    let (bundle, folder) = (Checkpoint::klein_emoji().export("q8", &[]), scratch());
+    let [apple, again, noise] = ["apple", "again", "noise"].map(|name| folder.path().join(name));
+    draw(&bundle, &apple, &["--seed", SEED]);
+    let db = psnr(&picture(&apple).to_tensor(), &tensor(&oracle("klein-emoji/0"), "image_01")).unwrap();
+    assert!(db >= 45.0, "{db}");
+
+    draw(&bundle, &again, &["--seed", SEED]);
+    assert!(fs::read(&apple).unwrap() == fs::read(&again).unwrap(), "one seed, two pictures");
+
+    let file = oracle("klein-emoji/0").join("noise_nchw.npy");
+    draw(&bundle, &noise, &["--noise", file.to_str().unwrap()]);
+    assert_eq!(picture(&apple), picture(&noise));
+
+    draw(&bundle, &again, &["--seed", "1001", "--force"]);
+    assert_ne!(picture(&apple), picture(&again));
+}
+
+#[test]
+fn a_picture_tells_how_it_was_made() {
+    let (bundle, folder) = (Checkpoint::klein_emoji().export("q8", &[]), scratch());
+    let out = folder.path().join("un café.png");
+    let prompt = "un café\nby \"the\" sea";
+    let mut command = bundle.generate(&out, prompt, "cpu");
+    let arguments = ["--seed", "18446744073709551615", "--steps", "1", "--size", "160x96"];
+    let assert = command.args(arguments).args(["--json", "--progress", "json"]).assert().success();
+    let output = assert.get_output();
+
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["image"], out.to_str().unwrap());
+    assert_eq!(report["seed"], u64::MAX);
+    assert_eq!([&report["width"], &report["height"], &report["steps"]], [160, 96, 1]);
+    assert_eq!((&report["ep"], &report["adapter"]), (&"cpu".into(), &"CPU".into()));
+    assert!(report["nodes"]["CPUExecutionProvider"].as_u64() > Some(100), "{report}");
+
+    let lines = String::from_utf8(output.stderr.clone()).unwrap();
+    let events: Vec<Event> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let stages: Vec<&str> = events
+        .iter()
+        .filter_map(|event| match event {
+            Event::Stage { name, .. } => Some(name.as_str()),
+            _ => None,
+        })
+        .collect();
+    let expected = ["text_encoder", "modulation", "transformer", "vae_pre", "vae_attention", "vae_post0"];
+    assert_eq!(stages, expected);
+    let steps = events.iter().filter(|event| matches!(event, Event::Step { index: 1, count: 1, .. }));
+    assert_eq!(steps.count(), 1);
+
+    let picture = picture(&out);
+    assert_eq!((picture.width, picture.height), (160, 96));
+    let texts = png_texts(&fs::read(&out).unwrap()).unwrap();
+    let inspected = inspect(&out, &[]);
+    for (keyword, text) in [
+        ("prompt", prompt),
+        ("seed", "18446744073709551615"),
+        ("steps", "1"),
+        ("size", "160x96"),
+        ("bundle", "klein-emoji q8"),
+        ("Software", "viaduct"),
+    ] {
+        assert!(texts.contains(&(keyword.to_owned(), text.to_owned())), "{texts:?}");
+        assert_eq!(inspected[keyword], text);
+    }
+}
+
+#[test]
+fn a_dump_looks_like_an_oracle() {
+    let (bundle, folder) = (Checkpoint::of_fixture("flux2-a").export("f32", &[]), scratch());
+    let oracle = oracle("flux2-a");
+    let mut command = bundle.generate(&folder.path().join("a.png"), " un café", "cpu");
+    command.args(["--seed", "7", "--steps", "3", "--size", "112x80", "--dump"]).arg(folder.path());
+    command.assert().success();
+    let mut expected = tensors(&oracle);
+    // The picture itself is in the PNG.
+    expected.retain(|name| name != "image_u8");
+    assert_eq!(tensors(folder.path()), expected);
+    for name in expected {
+        let (ours, theirs) = (tensor(folder.path(), &name), tensor(&oracle, &name));
+        assert_eq!(ours.shape, theirs.shape, "{name}");
+        // Nothing is put right on the way, so errors have added up.
+        let peak = theirs.to_f32().iter().fold(1e-3f32, |peak, x| peak.max(x.abs()));
+        let error = difference(&ours, &theirs) / peak;
+        assert!(error <= 2e-4, "{name}: {error:e}");
+    }
+    let bytes = picture(&folder.path().join("a.png")).to_tensor();
+    let off = difference(&bytes, &tensor(&oracle, "image_01"));
+    assert!(off <= 1.0 / 255.0, "{off}");
+}
+
+#[test]
+fn a_long_prompt_is_cut_and_says_so() {
+    let (bundle, folder) = (Checkpoint::klein_emoji().export("q8", &[]), scratch());
+    let prompt = "red apple ".repeat(60);
+    let mut command = bundle.generate(&folder.path().join("long.png"), &prompt, "cpu");
+    let assert = command.args(["--steps", "1"]).assert().success();
+    let message = String::from_utf8(assert.get_output().stderr.clone()).unwrap();
+    assert!(message.contains("warning: the prompt is cut: 64 tokens are kept"), "{message}");
+}
+
+#[test]
+fn auto_says_what_it_took() {
+    let (bundle, folder) = (Checkpoint::klein_emoji().export("q8", &[]), scratch());
+    let mut command = bundle.generate(&folder.path().join("auto.png"), APPLE, "auto");
+    // No Vulkan driver, as on a machine without a GPU.
+    let nowhere = folder.path().join("no-driver.json");
+    command.env("VK_DRIVER_FILES", &nowhere).env("VK_ICD_FILENAMES", &nowhere);
+    let assert = command.args(["--steps", "1", "--json"]).assert().success();
+    let report: Value = serde_json::from_slice(&assert.get_output().stdout).unwrap();
+    assert_eq!(report["ep"], "cpu");
+    let message = String::from_utf8(assert.get_output().stderr.clone()).unwrap();
+    assert!(message.contains("warning: no adapter for WebGPU"), "{message}");
+    assert!(message.contains("device: CPU"), "{message}");
+}
+
+#[test]
+fn webgpu_and_cpu_draw_the_same_picture() {
+    let Some(_alone) = webgpu() else { return };
+    let bundle = Checkpoint::klein_emoji().export("f32", &[]);
+    let unit = |ep| {
+        let image = raw_apple(&bundle, ep);
+        HostTensor::f32(
+            &image.shape,
+            image.to_f32().iter().map(|x| (x / 2.0 + 0.5).clamp(0.0, 1.0)).collect(),
+        )
+    };
+    let off = difference(&unit("webgpu"), &unit("cpu"));
+    assert!(off <= 1.0 / 255.0, "{off}");
+}
+
+/// Every file of a folder by its relative path.
+fn contents(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
+    let mut files = Vec::new();
+    let mut folders = vec![folder.to_owned()];
+    while let Some(next) = folders.pop() {
+        for entry in fs::read_dir(next).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else {
+                files.push((path.strip_prefix(folder).unwrap().to_owned(), fs::read(&path).unwrap()));
+            }
+        }
+    }
+    files.sort();
+    files
+}
+
+#[test]
+fn exports_are_reproducible() {
+    let checkpoint = Checkpoint::klein_emoji();
+    for profile in ["f32", "f16", "q8", "q4"] {
+        let [a, b] = [(); 2].map(|()| contents(&checkpoint.export(profile, &[]).path()));
+        assert!(a.len() > 10);
+        assert!(a == b, "{profile}");
+    }
+}
+
+#[test]
+fn an_export_reports_as_json() {
+    let folder = scratch();
+    let out = folder.path().join("bundle");
+    let mut command = Checkpoint::klein_emoji().export_command(&out, "q8", &[]);
+    let assert = command.args(["--json", "--progress", "json"]).assert().success();
+    let output = assert.get_output();
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&report["name"], &report["profile"]), (&"klein-emoji".into(), &"q8".into()));
+    let lines = String::from_utf8(output.stderr.clone()).unwrap();
+    let events: Vec<Event> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let bytes = events.iter().rev().find_map(|event| match event {
+        Event::Bytes { done, total, .. } => Some((*done, *total)),
+        _ => None,
+    });
+    let (done, total) = bytes.unwrap();
+    assert_eq!(Some(done), total, "progress ends before or after the end");
+
+    let bundle = inspect(&out, &["--hashes"]);
+    assert_eq!([&bundle["bundle"], &bundle["family"], &bundle["profile"]], ["klein-emoji", "flux2", "q8"]);
+    assert_eq!(bundle["hashes"], "all equal");
+    assert_eq!(bundle["bytes"], report["bytes"]);
+    assert_eq!(bundle["parameters"]["text"]["taps"], serde_json::json!([2, 4, 6]));
+    assert_eq!(bundle["stages"].as_object().unwrap().len() as u64, report["stages"].as_u64().unwrap());
+    assert_eq!(inspect(&out.join("bundle.json"), &[])["bundle"], "klein-emoji");
+    let graph = inspect(&out.join("transformer.onnx"), &[]);
+    assert_eq!(graph["outputs"], serde_json::json!(["pred"]));
+    assert_eq!(graph["operators"]["MultiHeadAttention"], 8);
+}
+
+/// How the decoder is cut into stages, and its attention into chunks, is a matter of memory alone.
+#[test]
+fn stages_and_chunks_do_not_change_the_picture() {
+    let checkpoint = Checkpoint::klein_emoji();
+    let apple = raw_apple(&checkpoint.export("f32", &[]), "cpu");
+    let peak = apple.to_f32().iter().fold(0f32, |peak, x| peak.max(x.abs()));
+    for set in ["vae_decoder.cuts=1,2,3", "vae_decoder.cuts=3", "vae_decoder.attention_rows=7"] {
+        let error = difference(&raw_apple(&checkpoint.export("f32", &[set]), "cpu"), &apple) / peak;
+        assert!(error <= 1e-5, "{set}: {error:e}");
+    }
+    // More padding is another prompt to the transformer, but still a picture of the same.
+    let longer = raw_apple(&checkpoint.export("f32", &["text_encoder.length=80"]), "cpu");
+    let db = psnr(&longer, &apple).unwrap();
+    println!("with 80 text rows: {db:.1} dB");
+    assert!(db >= 20.0, "{db}");
+}

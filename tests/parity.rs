@@ -1,0 +1,112 @@
+//! Exported bundles against the reference implementation, tensor by tensor, as `viaduct verify` reports it.
+//!
+//! The bars are stated here once more, so that a recipe cannot loosen them.
+
+mod support;
+
+use std::path::Path;
+
+use serde_json::Value;
+use support::{Bundle, Checkpoint, oracle, tensor, tensors, webgpu::webgpu};
+
+/// What a profile must reach.
+struct Bars {
+    relative: f64,
+    image_db: f64,
+}
+
+impl Bars {
+    /// f32 pictures may differ by 1/255 at one place; the measure of that is the PSNR at which none of a picture's
+    /// values can be further off.
+    fn of(profile: &str, oracle: &Path) -> Bars {
+        let values = tensor(oracle, "image_01").values.len() as f64;
+        let within_one_level = 10.0 * (255f64.powi(2) * values).log10();
+        match profile {
+            "f32" => Bars { relative: 5e-5, image_db: within_one_level },
+            "f16" => Bars { relative: 3e-2, image_db: 45.0 },
+            "q8" => Bars { relative: 5e-2, image_db: 45.0 },
+            _ => Bars { relative: 4e-1, image_db: 30.0 },
+        }
+    }
+}
+
+/// Verifies a bundle against an oracle and looks at every row of the report.
+fn assert_agrees(bundle: &Bundle, profile: &str, name: &str, ep: &str) {
+    let oracle = oracle(name);
+    let report = bundle.verify(&oracle, ep, 0);
+    let bars = Bars::of(profile, &oracle);
+    let rows = report["rows"].as_array().unwrap();
+    for row in rows {
+        let value = row["value"].as_f64().unwrap_or(f64::NAN);
+        let reached = match (row["name"].as_str().unwrap(), row["measure"].as_str().unwrap()) {
+            ("noise from the seed", "absolute") => value <= 2e-6,
+            (_, "absolute") => value <= 1e-6,
+            (_, "exact") => value == 0.0,
+            (_, "psnr") => value >= bars.image_db,
+            (_, "relative") => value <= bars.relative,
+            _ => false,
+        };
+        assert!(reached && row["outcome"] == "passed", "{profile} {name} {ep}: {row}");
+    }
+    assert_complete(&report, &oracle, name);
+    let nodes = report["nodes"].as_object().unwrap();
+    let provider = if ep == "webgpu" { "WebGpuExecutionProvider" } else { "CPUExecutionProvider" };
+    assert_eq!(nodes.keys().collect::<Vec<_>>(), [provider], "{profile} {name}");
+    assert!(nodes[provider].as_u64() > Some(500), "{profile} {name}: {nodes:?}");
+}
+
+/// Every tensor of the oracle has a row; `image_u8` only repeats `image_01` in eight bits.
+fn assert_complete(report: &Value, oracle: &Path, name: &str) {
+    let rows: Vec<&str> =
+        report["rows"].as_array().unwrap().iter().map(|row| row["name"].as_str().unwrap()).collect();
+    let compared = |tensor: &str| {
+        let parts = format!("{tensor} (");
+        rows.iter().any(|row| *row == tensor || row.starts_with(&parts))
+    };
+    let missing: Vec<String> = tensors(oracle).into_iter().filter(|tensor| !compared(tensor)).collect();
+    assert_eq!(report["not_compared"], serde_json::json!(missing), "{name}");
+    assert!(missing.iter().all(|tensor| tensor == "image_u8"), "{name}: {missing:?}");
+    assert!(rows.contains(&"noise from the seed"), "{name}: {rows:?}");
+}
+
+const EMOJI: [&str; 2] = ["klein-emoji/0", "klein-emoji/1"];
+
+#[test]
+fn cpu_flux2_a() {
+    let bundle = Checkpoint::of_fixture("flux2-a").export("f32", &[]);
+    assert_agrees(&bundle, "f32", "flux2-a", "cpu");
+}
+
+#[test]
+fn cpu_flux2_b() {
+    let bundle = Checkpoint::of_fixture("flux2-b").export("f32", &[]);
+    assert_agrees(&bundle, "f32", "flux2-b", "cpu");
+}
+
+#[test]
+fn cpu_klein_emoji_in_every_profile() {
+    for profile in ["f32", "f16", "q8", "q4"] {
+        let bundle = Checkpoint::klein_emoji().export(profile, &[]);
+        EMOJI.iter().for_each(|oracle| assert_agrees(&bundle, profile, oracle, "cpu"));
+    }
+}
+
+#[test]
+fn webgpu_flux2_a_and_b() {
+    let Some(_alone) = webgpu() else { return };
+    for name in ["flux2-a", "flux2-b"] {
+        let bundle = Checkpoint::of_fixture(name).export("f32", &[]);
+        assert_agrees(&bundle, "f32", name, "webgpu");
+    }
+}
+
+#[test]
+fn webgpu_klein_emoji_in_every_profile() {
+    let Some(gpu) = webgpu() else { return };
+    let profiles = ["f32", "f16", "q8", "q4"];
+    // The other profiles compute in f16, which not every adapter can.
+    for profile in &profiles[..if gpu.runtime.device().f16 { 4 } else { 1 }] {
+        let bundle = Checkpoint::klein_emoji().export(profile, &[]);
+        assert_agrees(&bundle, profile, EMOJI[0], "webgpu");
+    }
+}
