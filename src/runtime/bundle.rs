@@ -1,11 +1,8 @@
 //! Opens a stage of a bundle: reads its graph, fits it to the device, makes the session.
 
-use viaduct_export::{
-    bundle::Bundle,
-    onnx::{model_bytes, read_model},
-};
+use viaduct_export::{bundle::Bundle, onnx::read_model};
 
-use super::{Runtime, RuntimeError, Stage, StageModel, lower::lower};
+use super::{Runtime, RuntimeError, Stage, lower::lower};
 
 /// How a stage is to be opened.
 pub struct Binding<'a> {
@@ -35,8 +32,6 @@ impl Runtime {
         let sizes = binding.sizes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect();
         lower(&mut model, self.device(), &sizes, &exposed)
             .map_err(|source| RuntimeError::Lower { stage: name.to_owned(), source })?;
-        let bytes =
-            model_bytes(&model).map_err(|source| RuntimeError::Write { stage: name.to_owned(), source })?;
-        self.open(StageModel { name, bytes, folder: &bundle.folder })
+        self.open_model(name, model)
     }
 }

@@ -16,7 +16,8 @@ impl Runtime {
     pub fn open_model(&mut self, name: &str, mut model: Model) -> Result<Stage<'_>, RuntimeError> {
         let failed = |reason: String| RuntimeError::Open { stage: name.to_owned(), reason };
         resolve_links(&mut model).map_err(|e| failed(e.to_string()))?;
-        let bytes = model_bytes(&model).map_err(|e| failed(e.to_string()))?;
+        let bytes =
+            model_bytes(&model).map_err(|source| RuntimeError::Write { stage: name.to_owned(), source })?;
         let folder = model.folder.take().unwrap_or_else(|| PathBuf::from("."));
         // Maps of the weights; ONNX Runtime makes its own.
         drop(model);
