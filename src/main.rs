@@ -1,18 +1,24 @@
-use std::process::ExitCode;
-
 use clap::Parser;
-use viaduct::cli::{Cli, code_of, run};
+use viaduct::{
+    cli::{Cli, code_of, complain, in_words, misuse, run},
+    runtime::exit,
+};
 
-fn main() -> ExitCode {
+/// Results are on disk when `run` returns; nothing that a library does at the process's end may hold it up.
+fn main() {
     tracing_subscriber::fmt()
         .with_env_filter(tracing_subscriber::EnvFilter::from_env("VIADUCT_LOG"))
         .with_writer(std::io::stderr)
         .init();
-    match run(Cli::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
+    let outcome = match Cli::try_parse() {
+        Ok(cli) => run(cli),
+        Err(error) => misuse(&error),
+    };
+    match outcome {
+        Ok(()) => exit(0),
         Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::from(code_of(&error))
+            complain(&format!("error: {}", in_words(&error)));
+            exit(code_of(&error))
         }
     }
 }

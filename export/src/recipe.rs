@@ -30,6 +30,8 @@ pub enum RecipeError {
     UnknownKey { key: String, recipe: String, near: String },
     #[error("--set {key}={value}: expected {expected}")]
     BadValue { key: String, value: String, expected: &'static str },
+    #[error("--set: {message}")]
+    BadSet { message: String },
     #[error("{}: {source}", path.display())]
     Read { path: PathBuf, source: std::io::Error },
     #[error("recipe {origin}: {message}")]
@@ -225,11 +227,14 @@ impl Recipe {
         let invalid = |message: String| RecipeError::Invalid { origin: origin.clone(), message };
         let mut table = with_base(table)?;
         let name = table.get("name").and_then(|n| n.as_str()).unwrap_or("unnamed").to_owned();
-        for (key, value) in set {
-            set_value(&mut table, &name, key, value)?;
+        // What is wrong before anything is set is the file's fault, what is wrong after it the setting's.
+        let mut recipe = resolve(table.clone()).map_err(invalid)?;
+        if !set.is_empty() {
+            for (key, value) in set {
+                set_value(&mut table, &name, key, value)?;
+            }
+            recipe = resolve(table).map_err(|message| RecipeError::BadSet { message })?;
         }
-        let recipe: Recipe = table.try_into().map_err(|e| invalid(format!("{e}")))?;
-        recipe.check_rules().map_err(invalid)?;
         Ok(Chosen { recipe, origin })
     }
 
@@ -267,6 +272,14 @@ impl Recipe {
     }
 }
 
+fn resolve(table: toml::Table) -> Result<Recipe, String> {
+    // The message, and on a second line where.
+    let words = |e: toml::de::Error| e.to_string().trim().replace('\n', " ");
+    let recipe: Recipe = table.try_into().map_err(words)?;
+    recipe.check_rules()?;
+    Ok(recipe)
+}
+
 fn shipped_table(name: &str) -> Result<toml::Table, RecipeError> {
     let text = RECIPES.iter().find(|r| r.0 == name).ok_or_else(|| RecipeError::UnknownRecipe {
         name: name.to_owned(),
@@ -285,9 +298,11 @@ fn read_table(path: &Path) -> Result<toml::Table, RecipeError> {
 }
 
 fn parse(text: &str, origin: &str) -> Result<toml::Table, RecipeError> {
-    let invalid =
-        |e: toml::de::Error| RecipeError::Invalid { origin: origin.to_owned(), message: e.to_string() };
-    toml::from_str(text).map_err(invalid)
+    toml::from_str(text).map_err(|e: toml::de::Error| {
+        let before = e.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
+        let line = 1 + before.matches('\n').count();
+        RecipeError::Invalid { origin: origin.to_owned(), message: format!("line {line}: {}", e.message()) }
+    })
 }
 
 /// Lays a recipe over the shipped one that its `base` names.
@@ -336,7 +351,7 @@ fn set_value(table: &mut toml::Table, recipe: &str, key: &str, text: &str) -> Re
     let bad = |expected| RecipeError::BadValue { key: key.to_owned(), value: text.to_owned(), expected };
     *old = match old {
         toml::Value::Integer(_) => {
-            text.parse().map(toml::Value::Integer).map_err(|_| bad("a whole number"))?
+            whole(text).map(toml::Value::Integer).ok_or_else(|| bad("a whole number from 0"))?
         }
         toml::Value::Float(_) => text.parse().map(toml::Value::Float).map_err(|_| bad("a number"))?,
         toml::Value::Boolean(_) => {
@@ -346,13 +361,18 @@ fn set_value(table: &mut toml::Table, recipe: &str, key: &str, text: &str) -> Re
         toml::Value::Array(_) => toml::Value::Array(
             text.split(',')
                 .filter(|part| !part.trim().is_empty())
-                .map(|part| part.trim().parse().map(toml::Value::Integer))
-                .collect::<Result<_, _>>()
-                .map_err(|_| bad("whole numbers with commas between them"))?,
+                .map(|part| whole(part.trim()).map(toml::Value::Integer))
+                .collect::<Option<_>>()
+                .ok_or_else(|| bad("whole numbers from 0 with commas between them"))?,
         ),
         toml::Value::Table(_) | toml::Value::Datetime(_) => return Err(bad("the name of a single value")),
     };
     Ok(())
+}
+
+/// No recipe has a negative number.
+fn whole(text: &str) -> Option<i64> {
+    text.parse::<u32>().ok().map(i64::from)
 }
 
 fn join<S: AsRef<str>>(names: impl Iterator<Item = S>) -> String {

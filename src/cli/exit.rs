@@ -53,16 +53,22 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
         };
     }
     if let Some(e) = error.downcast_ref::<Flux2Error>() {
-        return match e {
-            Flux2Error::Runtime(e) => Some(e.exit_code()),
-            Flux2Error::Schedule(ScheduleError::Steps(_)) | Flux2Error::Noise { .. } => Some(USAGE),
-            _ => Some(FAILED),
-        };
+        return Some(flux2_code(e));
     }
-    if let Some(VerifyError::Mismatch { .. }) = error.downcast_ref::<VerifyError>() {
-        return Some(USAGE);
+    // A transparent error stands in the chain for the one inside it.
+    match error.downcast_ref::<VerifyError>()? {
+        VerifyError::Mismatch { .. } | VerifyError::Size(_) => Some(USAGE),
+        VerifyError::Pipeline(e) => Some(flux2_code(e)),
+        _ => None,
     }
-    None
+}
+
+fn flux2_code(error: &Flux2Error) -> u8 {
+    match error {
+        Flux2Error::Runtime(e) => e.exit_code(),
+        Flux2Error::Schedule(ScheduleError::Steps(_)) | Flux2Error::Noise { .. } => USAGE,
+        _ => FAILED,
+    }
 }
 
 fn recipe_code(error: &RecipeError) -> Option<u8> {

@@ -1,16 +1,24 @@
 //! `viaduct export`
 
 use std::{
-    path::PathBuf,
-    sync::{Mutex, PoisonError},
+    fs,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, Ordering},
     time::Instant,
 };
 
 use clap::Args;
 use viaduct_export::bundle::{ExportEvent, ExportRequest, export};
 
-use super::{ProgressArguments, key_value, progress::Progress};
-use crate::pipeline::event::{Event, Listener};
+use super::{
+    ProgressArguments, key_value,
+    printer::{complain, print},
+    progress::Progress,
+};
+use crate::{
+    pipeline::event::{Event, Listener},
+    runtime::exit,
+};
 
 /// Turn a checkpoint into a bundle that `viaduct generate` runs.
 ///
@@ -49,11 +57,14 @@ Examples:
   viaduct export FLUX.2-klein-4B -o klein-q4 --profile q4
   viaduct export my-tiny-model -o tiny --profile f32 --set text_encoder.taps=2,4,6 --set text_encoder.length=64";
 
-/// The folder that is being filled, for the interrupt handler.
-static STAGING: Mutex<Option<PathBuf>> = Mutex::new(None);
+/// 128 and the signal's number, as shells have it.
+const INTERRUPTED: u8 = 130;
+
+/// Set by an interrupt.
+static STOPPED: AtomicBool = AtomicBool::new(false);
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    remove_staging_on_interrupt()?;
+    stop_on_interrupt()?;
     let mut progress = Progress::new(arguments.progress.progress);
     let started = Instant::now();
     let request = ExportRequest {
@@ -70,26 +81,24 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     drop(progress);
     let seconds = started.elapsed().as_secs_f64();
     let stages = summary.manifest.stages.len();
-    if arguments.json {
+    let report = if arguments.json {
         let report = serde_json::json!({
-            "bundle": arguments.out, "name": summary.manifest.name, "profile": summary.manifest.profile,
+            "bundle": arguments.out.to_string_lossy(), "name": summary.manifest.name, "profile": summary.manifest.profile,
             "stages": stages, "bytes": summary.bytes, "seconds": seconds,
         });
-        println!("{report}");
+        format!("{report}\n")
     } else {
-        let megabytes = summary.bytes as f64 / 1e6;
-        println!(
-            "{}: {stages} stages, {megabytes:.1} MB, {seconds:.1} s ({:.0} MB/s)",
-            arguments.out.display(),
-            megabytes / seconds
-        );
-    }
-    Ok(())
+        let (out, megabytes) = (arguments.out.display(), summary.bytes as f64 / 1e6);
+        let speed = megabytes / seconds;
+        format!("{out}: {stages} stages, {megabytes:.1} MB, {seconds:.1} s ({speed:.0} MB/s)\n")
+    };
+    print(&report)
 }
 
-/// Adds up bytes and hands events on.
+/// Adds up bytes and hands events on; between two events it also notices an interrupt.
 #[derive(Default)]
 struct Shown {
+    staging: Option<PathBuf>,
     what: String,
     done: u64,
     total: u64,
@@ -97,11 +106,16 @@ struct Shown {
 
 impl Shown {
     fn event(&mut self, event: ExportEvent, progress: &mut Progress) {
+        self.show(event, progress);
+        if STOPPED.load(Ordering::Relaxed) {
+            stop(self.staging.as_deref());
+        }
+    }
+
+    fn show(&mut self, event: ExportEvent, progress: &mut Progress) {
         match event {
             ExportEvent::Recipe { origin, .. } => progress.on_event(Event::note(format!("recipe: {origin}"))),
-            ExportEvent::Staging(folder) => {
-                *STAGING.lock().unwrap_or_else(PoisonError::into_inner) = Some(folder);
-            }
+            ExportEvent::Staging(folder) => self.staging = Some(folder),
             ExportEvent::Total { bytes } => self.total = bytes,
             ExportEvent::Stage { name } => self.what = name,
             ExportEvent::Bytes(n) => {
@@ -113,14 +127,22 @@ impl Shown {
     }
 }
 
-/// An interrupted export leaves nothing behind.
-fn remove_staging_on_interrupt() -> anyhow::Result<()> {
+/// Removes what was written and ends the process. This is the thread that writes, so nothing is written meanwhile, and
+/// a bundle that is being given its name is never taken apart.
+fn stop(staging: Option<&Path>) -> ! {
+    if let Some(folder) = staging {
+        let _ = fs::remove_dir_all(folder);
+    }
+    complain("interrupted; nothing was kept");
+    exit(INTERRUPTED)
+}
+
+/// The first interrupt lets the export clean up, which it does within a tensor's time; a second one does not wait.
+fn stop_on_interrupt() -> anyhow::Result<()> {
     ctrlc::set_handler(|| {
-        if let Some(folder) = STAGING.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            let _ = std::fs::remove_dir_all(folder);
+        if STOPPED.swap(true, Ordering::Relaxed) {
+            exit(INTERRUPTED);
         }
-        eprintln!("interrupted; nothing was kept");
-        std::process::exit(130);
     })?;
     Ok(())
 }

@@ -1,12 +1,17 @@
 //! `viaduct generate`
 
-use std::{collections::BTreeMap, fs, path::PathBuf, time::Instant};
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    time::Instant,
+};
 
 use anyhow::Context;
 use clap::Args;
 use viaduct_export::bundle::Bundle;
 
-use super::{DeviceArguments, ProgressArguments, exit::UsageError, progress::Progress};
+use super::{DeviceArguments, ProgressArguments, exit::UsageError, printer::print, progress::Progress};
 use crate::{
     atomic_file::{self, Existing},
     npy,
@@ -14,7 +19,7 @@ use crate::{
         dump::Dump,
         event::{Event, Listener},
         flux2::{Flux2, Noise, Request, Run, Watch},
-        image::{Picture, Provenance},
+        image::{Picture, Provenance, check_finite},
         probe::{NoProbe, Probe},
         size::{Size, TypedSize},
     },
@@ -98,11 +103,12 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         dump.finish(&image)?;
     }
     let provenance = provenance(arguments, &request, &bundle);
+    let folder = folder_of(&arguments.out);
+    fs::create_dir_all(folder).with_context(|| format!("cannot make the folder {}", folder.display()))?;
     let existing = if arguments.force { Existing::Replace } else { Existing::Keep };
     atomic_file::write(&arguments.out, existing, &picture.to_png(&provenance.texts())?)?;
     drop(progress);
-    report(arguments, &request, &runtime, &nodes, started.elapsed().as_secs_f64());
-    Ok(())
+    print(&report(arguments, &request, &runtime, &nodes, started.elapsed().as_secs_f64()))
 }
 
 fn request(arguments: &Arguments, flux2: &Flux2<'_>) -> anyhow::Result<Request> {
@@ -119,7 +125,11 @@ fn request(arguments: &Arguments, flux2: &Flux2<'_>) -> anyhow::Result<Request> 
         return Err(UsageError(format!("--num-steps {steps}: a picture takes 1 to 1000 steps")).into());
     }
     let noise = match &arguments.noise {
-        Some(path) => Noise::Given(npy::read(path).context("--noise")?),
+        Some(path) => {
+            let noise = npy::read(path).context("--noise")?;
+            check_finite(&format!("--noise {}", path.display()), None, &noise)?;
+            Noise::Given(noise)
+        }
         None => Noise::Seed(arguments.seed.unwrap_or_else(random_seed)),
     };
     Ok(Request { prompt: arguments.prompt.clone(), size, steps, noise })
@@ -141,10 +151,14 @@ fn check_writable(arguments: &Arguments) -> anyhow::Result<()> {
         let message = format!("{} exists; choose another -o or pass --force to replace it", out.display());
         return Err(UsageError(message).into());
     }
-    let parent = out.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(std::path::Path::new("."));
-    fs::create_dir_all(parent).with_context(|| format!("cannot make the folder {}", parent.display()))?;
-    tempfile::tempfile_in(parent).with_context(|| format!("cannot write into {}", parent.display()))?;
+    // Folders that are missing are made when there is something to put into them.
+    let there = folder_of(out).ancestors().find(|p| p.exists()).unwrap_or(Path::new("."));
+    tempfile::tempfile_in(there).with_context(|| format!("cannot write into {}", there.display()))?;
     Ok(())
+}
+
+fn folder_of(out: &Path) -> &Path {
+    out.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 fn announce(request: &Request, progress: &mut Progress) {
@@ -181,18 +195,18 @@ fn report(
     runtime: &Runtime,
     nodes: &BTreeMap<String, usize>,
     seconds: f64,
-) {
+) -> String {
     let device = runtime.device();
     let seed = seed_of(request);
     if arguments.json {
         let report = serde_json::json!({
-            "image": arguments.out, "seed": seed, "width": request.size.width(), "height": request.size.height(),
+            "image": arguments.out.to_string_lossy(), "seed": seed, "width": request.size.width(), "height": request.size.height(),
             "steps": request.steps, "ep": device.provider.to_string(), "adapter": device.name,
             "nodes": nodes, "seconds": seconds,
         });
-        println!("{report}");
+        format!("{report}\n")
     } else {
         let seed = seed.map_or("given noise".to_owned(), |seed| format!("seed {seed}"));
-        println!("{}: {}, {seed}, {seconds:.1} s", arguments.out.display(), request.size);
+        format!("{}: {}, {seed}, {seconds:.1} s\n", arguments.out.display(), request.size)
     }
 }

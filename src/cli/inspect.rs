@@ -14,7 +14,7 @@ use viaduct_export::{
     onnx::{Graph, read_model},
 };
 
-use super::exit::UsageError;
+use super::{exit::UsageError, printer::print};
 use crate::pipeline::image::png_texts;
 
 /// Show what a bundle, an ONNX model or a picture made by `viaduct generate` is.
@@ -49,12 +49,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
             return Err(UsageError(message).into());
         }
     };
-    if arguments.json {
-        println!("{report}");
-    } else {
-        print(&report, 0);
-    }
-    Ok(())
+    print(&if arguments.json { format!("{report}\n") } else { lines(&report, 0) })
 }
 
 fn bundle(path: &Path, hashes: bool) -> anyhow::Result<Value> {
@@ -122,21 +117,17 @@ fn names(graph: &Graph, ids: &[viaduct_export::onnx::ValueId]) -> Vec<String> {
 }
 
 /// Keys and values, nested ones indented.
-fn print(value: &Value, depth: usize) {
+fn lines(value: &Value, depth: usize) -> String {
     let indent = "  ".repeat(depth);
-    let Value::Object(entries) = value else { return };
-    for (key, value) in entries {
-        match value {
-            Value::Object(_) => {
-                println!("{indent}{key}:");
-                print(value, depth + 1);
-            }
-            Value::String(text) => println!("{indent}{key}: {text}"),
-            Value::Array(items) if items.iter().all(Value::is_string) => {
-                println!("{indent}{key}:");
-                items.iter().filter_map(Value::as_str).for_each(|item| println!("{indent}  {item}"));
-            }
-            other => println!("{indent}{key}: {other}"),
+    let Value::Object(entries) = value else { return String::new() };
+    let entry = |(key, value): (&String, &Value)| match value {
+        Value::Object(_) => format!("{indent}{key}:\n{}", lines(value, depth + 1)),
+        Value::String(text) => format!("{indent}{key}: {text}\n"),
+        Value::Array(items) if items.iter().all(Value::is_string) => {
+            let items = items.iter().filter_map(Value::as_str);
+            format!("{indent}{key}:\n{}", items.map(|item| format!("{indent}  {item}\n")).collect::<String>())
         }
-    }
+        other => format!("{indent}{key}: {other}\n"),
+    };
+    entries.iter().map(entry).collect()
 }

@@ -5,12 +5,16 @@ mod exit;
 mod export;
 mod generate;
 mod inspect;
+mod printer;
 mod progress;
 mod verify;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-pub use exit::code_of;
+pub use self::{
+    exit::code_of,
+    printer::{complain, in_words},
+};
 
 use crate::{
     pipeline::event::{Event, Listener},
@@ -81,6 +85,19 @@ struct ProgressArguments {
     /// How progress is shown on standard error
     #[arg(long, value_enum, default_value_t, value_name = "STYLE")]
     progress: ProgressStyle,
+}
+
+/// What to do where the command line is no command: help is printed, anything else is an error in one line.
+pub fn misuse(error: &clap::Error) -> anyhow::Result<()> {
+    use clap::error::ErrorKind::{DisplayHelp, DisplayVersion};
+    let text = error.to_string();
+    if matches!(error.kind(), DisplayHelp | DisplayVersion) {
+        return printer::print(&text);
+    }
+    let message = text.split("\n\nUsage:").next().unwrap_or(&text);
+    let message = message.split("\n\nFor more information").next().unwrap_or(message);
+    let message = message.strip_prefix("error: ").unwrap_or(message);
+    Err(exit::UsageError(format!("{message}; see --help")).into())
 }
 
 /// Runs the command that the user asked for.

@@ -4,7 +4,7 @@ use std::{io::IsTerminal, time::Duration};
 
 use indicatif::{ProgressBar, ProgressStyle as BarStyle};
 
-use super::ProgressStyle;
+use super::{ProgressStyle, printer::complain};
 use crate::pipeline::event::{Event, Listener};
 
 pub struct Progress {
@@ -27,8 +27,8 @@ impl Progress {
 
     fn say(&self, line: &str) {
         match &self.bar {
-            Some(bar) => bar.suspend(|| eprintln!("{line}")),
-            None => eprintln!("{line}"),
+            Some(bar) => bar.suspend(|| complain(line)),
+            None => complain(line),
         }
     }
 
@@ -60,7 +60,7 @@ impl Progress {
 impl Listener for Progress {
     fn on_event(&mut self, event: Event) {
         if self.style == ProgressStyle::Json {
-            eprintln!("{}", event.to_json_line());
+            complain(&event.to_json_line());
             return;
         }
         match &event {

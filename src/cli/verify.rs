@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use viaduct_export::bundle::Bundle;
 
-use super::{DeviceArguments, ProgressArguments, progress::Progress};
+use super::{DeviceArguments, ProgressArguments, printer::print, progress::Progress};
 use crate::verify::{Oracle, Outcome, Report, verify};
 
 /// Compare a bundle with reference tensors, boundary by boundary.
@@ -36,17 +36,18 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let mut runtime = arguments.device.start(&mut progress)?;
     let report = verify(&bundle, &oracle, &mut runtime, &mut progress)?;
     drop(progress);
-    if arguments.json {
-        println!("{}", serde_json::to_string_pretty(&report)?);
+    print(&if arguments.json {
+        format!("{}\n", serde_json::to_string_pretty(&report)?)
     } else {
-        print(&report);
-    }
+        table(&report)
+    })?;
     Ok(report.check()?)
 }
 
-fn print(report: &Report) {
-    println!("profile {}, {}", report.profile, report.device);
-    println!("{:<34} {:<9} {:>11} {:>11}       ", "boundary", "measure", "value", "bar");
+fn table(report: &Report) -> String {
+    let (profile, device) = (&report.profile, &report.device);
+    let head = format!("{:<34} {:<9} {:>11} {:>11}", "boundary", "measure", "value", "bar");
+    let mut lines = vec![format!("profile {profile}, {device}"), head];
     for row in &report.rows {
         let verdict = if row.outcome == Outcome::Passed { "ok" } else { "MISS" };
         let (value, bar) = match row.measure {
@@ -54,11 +55,13 @@ fn print(report: &Report) {
             "exact" => (format!("{} differ", row.value), "0 differ".to_owned()),
             _ => (format!("{:.2e}", row.value), format!("{:.0e}", row.bar)),
         };
-        println!("{:<34} {:<9} {value:>11} {bar:>11}  {verdict:<4} {}", row.name, row.measure, row.detail);
+        let (name, measure) = (&row.name, row.measure);
+        lines.push(format!("{name:<34} {measure:<9} {value:>11} {bar:>11}  {verdict:<4} {}", row.detail));
     }
     if !report.not_compared.is_empty() {
-        println!("not compared: {}", report.not_compared.join(", "));
+        lines.push(format!("not compared: {}", report.not_compared.join(", ")));
     }
     let nodes: Vec<String> = report.nodes.iter().map(|(ep, count)| format!("{ep} {count}")).collect();
-    println!("nodes by provider: {}", nodes.join(", "));
+    lines.push(format!("nodes by provider: {}\n", nodes.join(", ")));
+    lines.join("\n")
 }

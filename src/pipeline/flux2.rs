@@ -2,11 +2,11 @@
 //!
 //! Source of the order of operations: diffusers' Flux2KleinPipeline.
 
-use std::{collections::BTreeMap, time::Instant};
+use std::{collections::BTreeMap, path::PathBuf, time::Instant};
 
 use viaduct_export::{
     arch::flux2::parameters::Parameters,
-    bundle::{Bundle, BundleError},
+    bundle::{Bundle, BundleError, MANIFEST},
 };
 
 use super::{
@@ -47,6 +47,8 @@ pub enum Flux2Error {
     Image(#[from] ImageError),
     #[error("the noise has shape {found:?}, but {size} needs {expected:?}")]
     Noise { found: Vec<usize>, expected: Vec<usize>, size: Size },
+    #[error("{}: parameters: {problem}", manifest.display())]
+    Parameters { manifest: PathBuf, problem: String },
     #[error("the padding token's id {0} is not a token id")]
     PadId(i64),
 }
@@ -105,7 +107,10 @@ impl<'a> Watch<'a> {
 
 impl<'a> Flux2<'a> {
     pub fn open(bundle: &'a Bundle) -> Result<Flux2<'a>, Flux2Error> {
-        let parameters = bundle.parameters()?;
+        let parameters: Parameters = bundle.parameters()?;
+        parameters
+            .check()
+            .map_err(|problem| Flux2Error::Parameters { manifest: bundle.folder.join(MANIFEST), problem })?;
         let prompts = PromptEncoder::load(&bundle.folder.join("tokenizer"))?;
         Ok(Flux2 { bundle, parameters, prompts })
     }
@@ -172,9 +177,14 @@ impl<'a> Flux2<'a> {
         let outputs = ["dit_temb", MODULATIONS[0], MODULATIONS[1], MODULATIONS[2], MODULATIONS[3]];
         let mut tensors = stage.run(&[("time_embedding", &times)], &outputs)?;
         drop(stage);
-        let temb = tensors.remove(0);
-        check_finite("modulation", None, &temb)?;
+        for (name, tensor) in outputs.iter().zip(&tensors) {
+            if tensor.shape.first() != Some(&times.shape[0]) {
+                return Err(misshapen("modulation", name, format!("{} rows", times.shape[0]), tensor));
+            }
+        }
         let width = self.parameters.transformer.width;
+        let temb = shaped("modulation", outputs[0], tensors.remove(0), &[times.shape[0], width])?;
+        check_finite("modulation", None, &temb)?;
         run.watch.boundary("dit_temb", temb.row(0).reshaped(&[1, width]));
         Ok(MODULATIONS.into_iter().zip(tensors).collect())
     }
@@ -328,9 +338,11 @@ impl<'a> Flux2<'a> {
         run: &mut Run<'_>,
     ) -> Result<HostTensor, Flux2Error> {
         let shape = q.shape.clone();
-        let [_, height, width, channels] = shape[..] else {
-            unreachable!("the stage's outputs have four dimensions")
+        let (&[1, height, width, channels], false) = (&shape[..], shape.contains(&0)) else {
+            return Err(misshapen("vae_pre", "q", "[1, height, width, channels]".to_owned(), &q));
         };
+        let kt = shaped("vae_pre", "kt", kt, &[1, channels, height, width])?;
+        let v = shaped("vae_pre", "v", v, &shape)?;
         let rows = height * width;
         let chunk = chunk.min(rows);
         let (kt, v) = (kt.reshaped(&[1, channels, rows]), v.reshaped(&[1, rows, channels]));
@@ -346,7 +358,8 @@ impl<'a> Flux2<'a> {
         let mut attended = Vec::with_capacity(queries.len());
         for part in queries.chunks(chunk * channels) {
             let part = HostTensor::f32(&[1, part.len() / channels, channels], part.to_vec());
-            attended.extend(stage.run(&[("q_chunk", &part)], &["attn_chunk"])?.remove(0).to_f32());
+            let result = stage.run(&[("q_chunk", &part)], &["attn_chunk"])?.remove(0);
+            attended.extend(shaped("vae_attention", "attn_chunk", result, &part.shape)?.to_f32());
         }
         Ok(HostTensor::f32(&shape, attended))
     }
@@ -384,6 +397,20 @@ impl<'a> Flux2<'a> {
 /// Position ids as [1, tokens, 4].
 fn id_tensor(ids: &[PositionId]) -> HostTensor {
     HostTensor::i64(&[1, ids.len(), 4], ids.iter().flatten().copied().collect())
+}
+
+/// A stage's output, whose shape the host relies on: a graph need not be the one that the manifest describes.
+fn shaped(stage: &str, name: &str, tensor: HostTensor, shape: &[usize]) -> Result<HostTensor, Flux2Error> {
+    if tensor.shape == shape {
+        Ok(tensor)
+    } else {
+        Err(misshapen(stage, name, format!("{shape:?}"), &tensor))
+    }
+}
+
+fn misshapen(stage: &str, name: &str, expected: String, tensor: &HostTensor) -> Flux2Error {
+    let (stage, tensor, got) = (stage.to_owned(), name.to_owned(), format!("{:?}", tensor.shape));
+    RuntimeError::BadTensor { stage, tensor, expected, got }.into()
 }
 
 /// Runs a stage for one output and hands the exposed values to the probe, which only looks at them.

@@ -18,7 +18,7 @@ const MAX_TEXT_BYTES: usize = 1 << 20;
 pub enum ImageError {
     #[error("{}: {nan} NaN and {infinite} infinite values of {total}", at(stage, *step))]
     NotFinite { stage: String, step: Option<usize>, nan: usize, infinite: usize, total: usize },
-    #[error("{}: all values are {value} (standard deviation {deviation:.1e})", at(stage, *step))]
+    #[error("{}: the same everywhere, {value} on average (standard deviation {deviation:.1e})", at(stage, *step))]
     Constant { stage: String, step: Option<usize>, value: f32, deviation: f64 },
     #[error("an image has shape {0:?}, not [1, 3 or 4, height, width] with at least one pixel")]
     Shape(Vec<usize>),
@@ -53,17 +53,29 @@ fn count_bad(values: impl Iterator<Item = f32>) -> (usize, usize) {
     })
 }
 
-/// Checks that a tensor is finite and not all one value: black, white and grey pictures come from broken numbers.
+/// Checks that a tensor is finite and not the same everywhere: black, white and plainly coloured pictures come from broken
+/// numbers. A picture [1,C,H,W] is looked at colour by colour, anything else as a whole.
 pub fn check_varied(stage: &str, step: Option<usize>, tensor: &HostTensor) -> Result<(), ImageError> {
     check_finite(stage, step, tensor)?;
     let values = tensor.to_f32();
-    let count = values.len().max(1) as f64;
-    let mean = values.iter().map(|x| f64::from(*x)).sum::<f64>() / count;
-    let deviation = (values.iter().map(|x| (f64::from(*x) - mean).powi(2)).sum::<f64>() / count).sqrt();
+    let plane = match tensor.shape[..] {
+        [_, _, height, width] if height * width > 1 => height * width,
+        _ => values.len().max(1),
+    };
+    let deviation = values.chunks(plane).map(|plane| spread(plane).1).fold(0.0, f64::max);
     if deviation < CONSTANT {
-        return Err(ImageError::Constant { stage: stage.to_string(), step, value: mean as f32, deviation });
+        let value = spread(&values).0 as f32;
+        return Err(ImageError::Constant { stage: stage.to_string(), step, value, deviation });
     }
     Ok(())
+}
+
+/// Mean and standard deviation.
+fn spread(values: &[f32]) -> (f64, f64) {
+    let count = values.len().max(1) as f64;
+    let mean = values.iter().map(|x| f64::from(*x)).sum::<f64>() / count;
+    let square = values.iter().map(|x| (f64::from(*x) - mean).powi(2)).sum::<f64>() / count;
+    (mean, square.sqrt())
 }
 
 /// Eight-bit pixels, row by row, channels together.
@@ -255,6 +267,12 @@ mod tests {
         for value in [-1.0, 0.0, 1.0, 3e38] {
             let error = check_varied("decoder", None, &HostTensor::f32(&[1, 3, 2, 2], vec![value; 12]));
             assert!(matches!(error, Err(ImageError::Constant { .. })), "{value}");
+        }
+        // One colour that is no grey is as broken; a picture of one place is only that.
+        let green: Vec<f32> = (0..12).map(|i| if i / 4 == 1 { 0.5 } else { -0.5 }).collect();
+        for (shape, broken) in [([1, 3, 2, 2], true), ([1, 12, 1, 1], false)] {
+            let result = check_varied("decoder", None, &HostTensor::f32(&shape, green.clone()));
+            assert_eq!(result.is_err(), broken, "{shape:?}");
         }
         let mut values = vec![0.25; 12];
         values[3] = 0.26;

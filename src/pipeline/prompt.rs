@@ -3,10 +3,12 @@
 //! Padding matters (FLUX.2's transformer reads every row of the encoded prompt, padding rows included), so length
 //! and padding token come from the bundle and never from a tokenizer file's own wishes.
 
+use std::cell::Cell;
 use std::fs;
 use std::io::{self, Read};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{self, AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
+use std::sync::Once;
 
 use minijinja::{Environment, Error as TemplateError, ErrorKind, Value, context};
 use serde::Serialize;
@@ -132,9 +134,26 @@ fn load_tokenizer(path: &Path) -> Result<Tokenizer, PromptError> {
     Ok(tokenizer)
 }
 
+thread_local! {
+    /// Whether this thread's panics are answered, so that nobody needs to read of them.
+    static GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
 /// Runs a call into the tokenizer library, which asserts its way through some malformed files, without its panics.
 fn guarded<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
-    match catch_unwind(AssertUnwindSafe(call)) {
+    static QUIET: Once = Once::new();
+    QUIET.call_once(|| {
+        let usual = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            if !GUARDED.get() {
+                usual(info);
+            }
+        }));
+    });
+    GUARDED.set(true);
+    let outcome = catch_unwind(AssertUnwindSafe(call));
+    GUARDED.set(false);
+    match outcome {
         Ok(result) => result.map_err(|e| e.to_string()),
         Err(_) => Err("the file is inconsistent".to_string()),
     }

@@ -102,8 +102,10 @@ impl Runtime {
         };
         let builder = Session::builder(&self.env.ort).map_err(text)?;
         let builder = builder.with_optimization_level(GraphOptimizationLevel::All).map_err(text)?;
-        let folder = model.folder.to_string_lossy();
-        let builder = entry(builder, "session.model_external_initializers_file_folder_path", &folder)?;
+        let folder = model.folder.to_str().ok_or_else(|| {
+            format!("{}: the name is not UTF-8, as ONNX Runtime needs it; rename it", model.folder.display())
+        })?;
+        let builder = entry(builder, "session.model_external_initializers_file_folder_path", folder)?;
         let builder = entry(builder, "session.record_ep_graph_assignment_info", "1")?;
         // Threads that spin while they wait take the cores from a software adapter, and heat up the rest.
         let mut builder = entry(builder, "session.intra_op.allow_spinning", "0")?;

@@ -164,6 +164,9 @@ fn staging_folder(out: &Path) -> Result<tempfile::TempDir, ExportError> {
         _ => Path::new("."),
     };
     let io = |source| ExportError::Io { path: parent.to_owned(), source };
+    if parent.exists() && !parent.is_dir() {
+        return Err(io(io::ErrorKind::NotADirectory.into()));
+    }
     fs::create_dir_all(parent).map_err(io)?;
     let name = out.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
     tempfile::Builder::new().prefix(&format!(".{name}.partial-")).tempdir_in(parent).map_err(io)

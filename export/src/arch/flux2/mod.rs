@@ -15,7 +15,7 @@ use serde::Deserialize;
 
 use self::{
     config::Config,
-    parameters::{Embedding, EmbeddingType, Parameters, TextIds, TimeOrder},
+    parameters::{Embedding, EmbeddingType, MAX_TEXT_LENGTH, Parameters, TextIds, TimeOrder},
 };
 use super::{Authored, Authoring, RawFile, StageGraph, author::AuthorError, blocks::rope::Pairing};
 use crate::{
@@ -229,7 +229,7 @@ fn check_settings(
         return Err(setting("text_encoder.taps", &text.taps, problem));
     }
     for (key, value, limit) in [
-        ("text_encoder.length", text.length, 1 << 16),
+        ("text_encoder.length", text.length, MAX_TEXT_LENGTH),
         ("vae_decoder.attention_rows", vae.attention_rows, 1 << 24),
         ("schedule.steps", schedule.steps, 1000),
     ] {

@@ -2,6 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
+/// The most rows that a text may have: its mask is quadratic.
+pub const MAX_TEXT_LENGTH: usize = 1 << 13;
+
 /// Parameters of a FLUX.2 bundle.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Parameters {
@@ -92,4 +95,35 @@ pub struct Vae {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Schedule {
     pub steps: usize,
+}
+
+impl Parameters {
+    /// What the pipeline computes with before a graph could object: a manifest need not come from our exporter.
+    pub fn check(&self) -> Result<(), String> {
+        let (text, transformer, vae) = (&self.text, &self.transformer, &self.vae);
+        let numbers = [
+            ("text.length", text.length, MAX_TEXT_LENGTH),
+            ("text.head_dim", text.head_dim, 1 << 16),
+            ("transformer.channels", transformer.channels, 1 << 16),
+            ("transformer.width", transformer.width, 1 << 24),
+            ("transformer.time_channels", transformer.time_channels, 1 << 16),
+            ("vae.pixels_per_token", vae.pixels_per_token, 1 << 10),
+            ("vae.downscale", vae.downscale, 1 << 10),
+            ("vae.default_side", vae.default_side, 1 << 14),
+            ("vae.attention_rows", vae.attention_rows.unwrap_or(1), 1 << 24),
+            ("schedule.steps", self.schedule.steps, 1000),
+        ];
+        if let Some((key, value, most)) = numbers.iter().find(|(_, value, most)| *value == 0 || value > most)
+        {
+            return Err(format!("{key} is {value}; expected 1 to {most}"));
+        }
+        if let Some(axis) = transformer.axes.iter().find(|axis| **axis > 1 << 16) {
+            return Err(format!("an axis of transformer.axes is {axis}"));
+        }
+        if !vae.pixels_per_token.is_multiple_of(vae.downscale) {
+            let (pixels, downscale) = (vae.pixels_per_token, vae.downscale);
+            return Err(format!("vae.pixels_per_token {pixels} is no multiple of vae.downscale {downscale}"));
+        }
+        Ok(())
+    }
 }

@@ -1,0 +1,216 @@
+//! One test per public bug report whose subject this program touches, through the binary. Reports about the ONNX files
+//! themselves are in `export/tests/onnx_regression.rs`, those about the WebGPU provider in `tests/runtime_webgpu.rs`.
+
+#[path = "support/bad.rs"]
+mod bad;
+
+use std::{
+    fs,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+};
+
+use bad::{Good, SET, edit, finish, json, put, root, snapshot, text, viaduct};
+use viaduct::{
+    npy,
+    tensor::{HostTensor, Values},
+};
+
+const DRAW: &str = "generate -b b -p cat --size 32x32 --steps 1 --seed 1 --ep cpu -o out.png";
+
+fn run(directory: &Path, arguments: &str) -> Output {
+    finish(viaduct(directory, arguments))
+}
+
+fn succeed(directory: &Path, arguments: &str) -> Output {
+    let output = run(directory, arguments);
+    assert!(output.status.success(), "{arguments}: {}", text(&output.stderr));
+    output
+}
+
+/// A silent fall back to the CPU: <https://github.com/peteonrails/voxtype/issues/684>,
+/// <https://github.com/pykeio/ort/issues/349>.
+#[test]
+fn bug_18_silent_cpu_fallback() {
+    let directory = Good::bundle().copy();
+    let without_adapter = |provider: &str| {
+        let mut command = viaduct(directory.path(), &DRAW.replace("--ep cpu", provider));
+        command.arg("--json").env("VK_DRIVER_FILES", "/nowhere").env("VK_ICD_FILENAMES", "/nowhere");
+        finish(command)
+    };
+    let output = without_adapter("--ep webgpu");
+    assert_eq!(output.status.code(), Some(6), "{}", text(&output.stderr));
+    assert!(!directory.path().join("out.png").exists());
+    let output = without_adapter("--ep auto");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).lines().any(|line| line.starts_with("warning: no adapter")));
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["ep"], "cpu");
+    let nodes = report["nodes"].as_object().unwrap();
+    assert!(nodes.len() == 1 && nodes["CPUExecutionProvider"].as_u64() > Some(0), "{report}");
+}
+
+/// Lays a folder out as a Hub cache does: every file is a link into `blobs`.
+fn hub_cache(folder: &Path, cache: &Path) -> PathBuf {
+    let snapshot_folder = cache.join("snapshots/0123abcd");
+    fs::create_dir_all(cache.join("blobs")).unwrap();
+    for (number, path) in snapshot(folder).into_keys().filter(|path| !folder.join(path).is_dir()).enumerate()
+    {
+        let blob = format!("blobs/{number:064x}");
+        fs::copy(folder.join(&path), cache.join(&blob)).unwrap();
+        let link = snapshot_folder.join(&path);
+        fs::create_dir_all(link.parent().unwrap()).unwrap();
+        let up = "../".repeat(1 + path.components().count());
+        symlink(format!("{up}{blob}"), link).unwrap();
+    }
+    snapshot_folder
+}
+
+/// Links of a download cache are refused: <https://github.com/microsoft/onnxruntime/issues/27353>.
+#[test]
+fn bug_21_hub_cache_links() {
+    let good = Good::checkpoint().copy();
+    let directory = good.path();
+    hub_cache(&directory.join("ck"), &directory.join("hub"));
+    fs::remove_dir_all(directory.join("ck")).unwrap();
+    succeed(directory, &format!("export hub/snapshots/0123abcd -o b --profile q8 {SET}"));
+    succeed(directory, DRAW);
+    hub_cache(&directory.join("b"), &directory.join("cached"));
+    fs::remove_dir_all(directory.join("b")).unwrap();
+    succeed(directory, "inspect cached/snapshots/0123abcd --hashes");
+    succeed(
+        directory,
+        &DRAW.replace("-b b", "-b cached/snapshots/0123abcd").replace("out.png", "linked.png"),
+    );
+    let picture = |name: &str| fs::read(directory.join(name)).unwrap();
+    assert_eq!(picture("out.png"), picture("linked.png"));
+}
+
+/// Padding rows of the prompt reach the transformer: <https://github.com/black-forest-labs/flux2/issues/59>. They are
+/// compared apart from the real rows, and zeroed ones are noticed.
+#[test]
+fn bug_25_padding_rows() {
+    let directory = Good::bundle().copy();
+    let oracle = directory.path().join("o");
+    fs::create_dir(&oracle).unwrap();
+    for entry in fs::read_dir(root().join("tests/fixtures/flux2-a/oracle")).unwrap() {
+        let path = entry.unwrap().path();
+        fs::copy(&path, oracle.join(path.file_name().unwrap())).unwrap();
+    }
+    let output = succeed(directory.path(), "verify b --oracle o --ep cpu");
+    for class in ["prompt_embeds (real rows)", "prompt_embeds (padding rows)"] {
+        assert!(text(&output.stdout).contains(class), "{}", text(&output.stdout));
+    }
+    let mask = npy::read(&oracle.join("attention_mask.npy")).unwrap().to_f32();
+    let embeds = npy::read(&oracle.join("prompt_embeds.npy")).unwrap();
+    let (shape, mut values) = (embeds.shape.clone(), embeds.to_f32());
+    let width = values.len() / mask.len();
+    for (row, _) in mask.iter().enumerate().filter(|(_, mask)| **mask == 0.0) {
+        values[row * width..][..width].fill(0.0);
+    }
+    put(&oracle.join("prompt_embeds.npy"), npy::to_bytes(&HostTensor::new(&shape, Values::F32(values))));
+    let output = run(directory.path(), "verify b --oracle o --ep cpu");
+    assert_eq!(output.status.code(), Some(3), "{}", text(&output.stderr));
+    assert!(
+        text(&output.stderr).contains("the first is prompt_embeds (padding rows)"),
+        "{}",
+        text(&output.stderr)
+    );
+}
+
+/// NaN and constant pictures are written as black ones: <https://github.com/Tongyi-MAI/Z-Image/issues/14>,
+/// <https://github.com/huggingface/diffusers/issues/1083>, <https://github.com/leejet/stable-diffusion.cpp/issues/968>.
+#[test]
+fn bug_27_broken_numbers_are_no_picture() {
+    let good = Good::bundle();
+    for (file, byte, told) in [
+        ("transformer-00000.data", 0xFF, "transformer, step 0"),
+        ("vae_post0-00000.data", 0xFF, "vae_post0"),
+        ("vae_post2-00000.data", 0, "vae: the same everywhere"),
+    ] {
+        let directory = good.copy();
+        put(&directory.path().join("out.png"), "a good picture");
+        edit(&directory.path().join("b").join(file), |bytes| bytes.fill(byte));
+        let output = run(directory.path(), &format!("{DRAW} --force"));
+        assert_eq!(output.status.code(), Some(1), "{file}");
+        assert!(text(&output.stderr).contains(told), "{}", text(&output.stderr));
+        assert_eq!(fs::read(directory.path().join("out.png")).unwrap(), b"a good picture");
+    }
+}
+
+/// A half-downloaded file passes for a whole one: <https://github.com/huggingface/huggingface_hub/issues/4223>.
+#[test]
+fn bug_28_half_downloaded_files() {
+    let good = Good::checkpoint();
+    let weights: Vec<PathBuf> = snapshot(good.copy().path())
+        .into_keys()
+        .filter(|p| p.extension().is_some_and(|e| e == "safetensors"))
+        .collect();
+    assert_eq!(weights.len(), 5);
+    for path in weights {
+        let directory = good.copy();
+        edit(&directory.path().join(&path), |bytes| bytes.truncate(bytes.len() * 6 / 10));
+        let output = run(directory.path(), &format!("export ck -o b {SET}"));
+        let told = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{told}");
+        assert!(
+            told.contains(path.to_str().unwrap()) && told.contains("the download did not finish"),
+            "{told}"
+        );
+        assert!(!directory.path().join("b").exists());
+    }
+}
+
+/// An index that lies gives garbage weights: <https://github.com/sgl-project/sglang/issues/32279>,
+/// <https://github.com/Blaizzy/mlx-vlm/issues/1827>, <https://github.com/huggingface/huggingface_hub/issues/4728>.
+/// Each lie has a message of its own, and files that are in nobody's list do no harm.
+#[test]
+fn bug_29_lying_index() {
+    const INDEX: &str = "ck/transformer/diffusion_pytorch_model.safetensors.index.json";
+    const SHARD: &str = "ck/transformer/diffusion_pytorch_model-00002-of-00003.safetensors";
+    let map = |d: &Path, change: &dyn Fn(&mut serde_json::Map<String, serde_json::Value>)| {
+        json(&d.join(INDEX), |index| change(index["weight_map"].as_object_mut().unwrap()));
+    };
+    let good = Good::checkpoint();
+    let told = |harm: &dyn Fn(&Path)| {
+        let directory = good.copy();
+        harm(directory.path());
+        let output = run(directory.path(), &format!("export ck -o b {SET} --progress none"));
+        (output.status.code(), text(&output.stderr))
+    };
+    let first = "x_embedder.weight";
+    let cases: [(&dyn Fn(&Path), &str); 4] = [
+        (&|d| fs::remove_file(d.join(SHARD)).unwrap(), "shard file is missing"),
+        (&|d| map(d, &|map| drop(map.insert("ghost".to_owned(), map[first].clone()))), "does not have it"),
+        (&|d| map(d, &|map| drop(map.remove(first))), "does not list it"),
+        (&|d| map(d, &|map| map[first] = "../x.safetensors".into()), "leaves the directory"),
+    ];
+    for (harm, message) in cases {
+        let (code, told) = told(harm);
+        assert!(code == Some(1) && told.contains(message), "{message}: {told}");
+    }
+    let stray = "ck/transformer/diffusion_pytorch_model.safetensors";
+    let (code, told) = told(&|d| put(&d.join(stray), "a stray file"));
+    assert_eq!(code, Some(0), "{told}");
+}
+
+/// The process hangs in a driver after the picture is written: <https://github.com/akandr/bc250>,
+/// <https://github.com/ROCm/legacy-rocm-build/issues/6313>. A library whose teardown never ends must not matter.
+#[test]
+fn bug_30_the_process_ends_after_the_picture() {
+    let directory = Good::bundle().copy();
+    let source =
+        "#include <unistd.h>\n__attribute__((destructor)) static void stall(void) { for (;;) pause(); }\n";
+    put(&directory.path().join("stall.c"), source);
+    let mut compile = Command::new("cc");
+    compile.current_dir(directory.path()).args(["-shared", "-fPIC", "-o", "stall.so", "stall.c"]);
+    assert!(compile.status().unwrap().success());
+    for (arguments, code) in [(DRAW, 0), ("inspect nowhere", 1), ("--version", 0), ("inspect", 2)] {
+        let mut command = viaduct(directory.path(), arguments);
+        command.env("LD_PRELOAD", directory.path().join("stall.so"));
+        let output = finish(command);
+        assert_eq!(output.status.code(), Some(code), "{arguments}: {}", text(&output.stderr));
+    }
+    assert!(directory.path().join("out.png").is_file());
+}
