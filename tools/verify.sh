@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# The long acceptance run. It prints each command before it runs it, so that any of them can be repeated by hand; it stops at
+# the first that fails, and ends with a table. Output of the commands goes to out/verify/*.log.
+#
+#     tools/verify.sh              everything: some 20 minutes on a software Vulkan device, 10 GB of disk for a while
+#     EPS=cpu tools/verify.sh      without a Vulkan device
+#     SHARED=DIR tools/verify.sh   also the larger reference runs of DIR, which are not part of the repository (default ../shared)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+viaduct=${VIADUCT:-target/release/viaduct}
+shared=${SHARED:-../shared}
+read -ra eps <<<"${EPS:-cpu webgpu}"
+work=out/verify
+rm -rf "$work"
+mkdir -p "$work"
+# Shader compilation is most of a first run on a software device.
+export MESA_SHADER_CACHE_DIR=${MESA_SHADER_CACHE_DIR:-$PWD/.cache/mesa}
+mkdir -p "$MESA_SHADER_CACHE_DIR"
+
+rows=()
+running=
+check() { # name command...
+    running=$1
+    local log start=$SECONDS
+    log=$work/$(tr -c 'a-zA-Z0-9.\n' - <<<"$running").log
+    shift
+    printf '\n$ %s\n' "$*"
+    "$@" >"$log" 2>&1 || { code=$?; tail -n 40 "$log"; echo "error: '$running' ended with $code" >&2; exit 1; }
+    rows+=("$(printf '%-42s %5d s  ok      %s' "$running" $((SECONDS - start)) "$(figure "$log")")")
+    running=
+}
+
+# What is worth a column: the free run's PSNR, a peak of memory, or the command's own last line.
+figure() { # log
+    awk '$1 == "image_01" && $2 == "psnr" { found = "image " $3 " dB" } /, peak [0-9]+ MB$/ { found = $0 } NF { last = $0 }
+         END { print found == "" ? substr(last, 1, 60) : found }' "$1"
+}
+
+summary() {
+    [[ -z $running ]] || rows+=("$(printf '%-42s %7s  FAILED' "$running" '')")
+    printf '\n==== %d checks\n' "${#rows[@]}"
+    printf '%s\n' "${rows[@]}"
+}
+trap summary EXIT
+
+export_() { # bundle checkpoint options...
+    check "export $1 ${*:3}" "$viaduct" export "$2" -o "$work/$1" "${@:3}"
+}
+
+verify() { # bundle oracle name
+    local ep
+    for ep in "${eps[@]}"; do
+        check "$1, $3, $ep" "$viaduct" verify "$work/$1" --oracle "$2" --ep "$ep"
+    done
+}
+
+klein_emoji() {
+    local profile oracle
+    for profile in f32 f16 q8 q4; do
+        export_ "klein-emoji-$profile" bundles/klein-emoji/source --profile "$profile"
+        for oracle in 0 1; do
+            verify "klein-emoji-$profile" "tests/fixtures/klein-emoji/$oracle" "request $oracle"
+        done
+    done
+}
+
+procedural() { # fixture taps length
+    check "checkpoint $1" cargo run --release -p viaduct-procedural --example write_checkpoint -- \
+        "tests/fixtures/$1/checkpoint.json" "$work/$1-checkpoint"
+    export_ "$1" "$work/$1-checkpoint" --profile f32 --set "text_encoder.taps=$2" --set "text_encoder.length=$3"
+    verify "$1" "tests/fixtures/$1/oracle" reference
+}
+
+shared_oracles() {
+    local oracle
+    export_ flux2-tiny "$shared/oracles/flux2-tiny/ckpt" --profile f32 \
+        --set text_encoder.taps=2,4,6 --set text_encoder.length=64
+    verify flux2-tiny "$shared/oracles/flux2-tiny/oracle" reference
+    for oracle in "$shared"/models/klein-emoji-oracle/*; do
+        verify klein-emoji-f32 "$oracle" "shared request ${oracle##*/}"
+    done
+}
+
+sums() { (cd "$1" && find . -type f -print0 | sort -z | xargs -0 sha256sum); }
+
+same_files() { # folder folder
+    diff <(sums "$1") <(sums "$2") && echo "$(find "$1" -type f | wc -l) files with equal SHA-256"
+}
+
+# A checkpoint of 2 GB must pass through less memory than it has bytes, pages of mapped files included.
+memory() {
+    check 'checkpoint of 2 GB' python3 tools/bench/synthetic_checkpoint.py "$work/synthetic" --megabytes 2000
+    check 'peak memory of its export below 1.1 GB' python3 tools/bench/measure.py --cold "$work/synthetic" --below-mb 1100 -- \
+        "$viaduct" export "$work/synthetic" -o "$work/synthetic-q8"
+    rm -r "$work/synthetic" "$work/synthetic-q8"
+}
+
+klein_emoji
+procedural flux2-a 1,3,4 40
+procedural flux2-b 2,3 24
+if [[ -d $shared/oracles ]]; then
+    shared_oracles
+fi
+export_ klein-emoji-again bundles/klein-emoji/source --profile q8
+check 'two exports are equal' same_files "$work/klein-emoji-q8" "$work/klein-emoji-again"
+memory
+check 'ONNX models beyond 2 GiB' cargo test --release -p viaduct-export --test onnx_large -- --ignored
