@@ -47,9 +47,8 @@ build: ## Build the program: target/release/viaduct
 
 .PHONY: demo
 demo: setup build ## Export the tiny model that ships with the project and draw a picture with it
-	rm -rf out/klein-emoji
-	$(VIADUCT) export bundles/klein-emoji/source -o out/klein-emoji --profile q8
-	$(VIADUCT) generate -b out/klein-emoji -p "red apple" --seed 1000 -o out/red-apple.png
+	$(VIADUCT) export bundles/klein-emoji/source -o out/klein-emoji --profile q8 --force
+	$(VIADUCT) generate -b out/klein-emoji -p "red apple" --seed 1000 -o out/red-apple.png --force
 	@echo "The picture is in out/red-apple.png"
 
 ## Checks

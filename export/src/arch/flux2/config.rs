@@ -26,6 +26,10 @@ pub struct TextConfig {
     #[serde(default)]
     pub attention_bias: bool,
     pub pad_token_id: Option<i64>,
+    #[serde(default)]
+    pub use_sliding_window: bool,
+    /// Kind of attention per layer, in newer files.
+    pub layer_types: Option<Vec<String>>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -220,6 +224,7 @@ impl Config {
                 "num_key_value_heads does not divide the heads",
             ),
             (&text, t.hidden_act.as_deref().unwrap_or("silu") == "silu", "hidden_act is not silu"),
+            (&text, full_attention(t), "sliding-window attention is not supported"),
             (&text, plain_rope(t), "scaled rotary embeddings are not supported"),
             (
                 &transformer,
@@ -260,6 +265,10 @@ impl Config {
         ];
         rules.into_iter().find(|rule| !rule.1).map_or(Ok(()), |rule| Err(refuse(rule.0, rule.2.to_owned())))
     }
+}
+
+fn full_attention(t: &TextConfig) -> bool {
+    !t.use_sliding_window && t.layer_types.iter().flatten().all(|kind| kind == "full_attention")
 }
 
 fn plain_rope(t: &TextConfig) -> bool {
