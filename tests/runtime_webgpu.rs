@@ -4,7 +4,7 @@ mod runtime_support;
 
 use std::{path::Path, time::Instant};
 
-use runtime_support::{Net, cases, cpu, float, int, ints, noise, relative_error, run, tensor, webgpu};
+use runtime_support::{Net, cases, cpu, float, int, ints, noise, relative_error, run, webgpu};
 use viaduct::{
     runtime::{Device, RuntimeError, StageModel, attention_self_test, lower, lower_within},
     tensor::HostTensor,
