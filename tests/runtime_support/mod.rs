@@ -1,5 +1,5 @@
 //! Small models, reproducible values and comparisons for the tests of the runtime.
-#![allow(dead_code)]
+#![allow(dead_code, unused_imports, reason = "each test file uses its own part")]
 
 pub mod cases;
 #[path = "../support/webgpu.rs"]

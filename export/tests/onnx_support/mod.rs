@@ -38,6 +38,20 @@ pub fn run_python(python: &Path, script: &str, args: &[&Path]) -> Output {
 
 /// Both other readers of ONNX that the tests know must accept the file.
 pub fn assert_others_accept(path: &Path) {
+    assert_others_accept_all(&[path]);
+}
+
+/// As [`assert_others_accept`], but Python starts only once.
+pub fn assert_others_accept_all(paths: &[&Path]) {
+    paths.iter().for_each(|path| assert_protobuf_agrees(path));
+    if let Some(python) = python() {
+        let script = "import sys, onnx; [onnx.checker.check_model(path) for path in sys.argv[1:]]";
+        run_python(&python, script, paths);
+    }
+}
+
+/// The crate onnx-protobuf reads the file as we do.
+fn assert_protobuf_agrees(path: &Path) {
     let bytes = fs::read(path).unwrap();
     let theirs: onnx_protobuf::ModelProto = protobuf::Message::parse_from_bytes(&bytes).unwrap();
     let ours = ModelProto::decode(bytes.as_slice()).unwrap();
@@ -49,9 +63,6 @@ pub fn assert_others_accept(path: &Path) {
         assert_eq!(theirs.dims, ours.dims);
         assert_eq!(theirs.raw_data, ours.raw_data());
         assert_eq!(theirs.external_data.len(), ours.external_data.len());
-    }
-    if let Some(python) = python() {
-        run_python(&python, "import sys, onnx; onnx.checker.check_model(sys.argv[1])", &[path]);
     }
 }
 
