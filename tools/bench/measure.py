@@ -4,7 +4,7 @@
     python3 tools/bench/measure.py [--cold FOLDER] [--below-mb N] -- COMMAND ...
 
 `--cold` drops a folder's files from the page cache first. Peak memory is VmHWM, pages of mapped files included; it is never less than
-this program's own peak, some 20 MB. Exit code 3 when the peak is not below `--below-mb`, else the command's.
+this program's own peak, some 17 MB. Exit code 3 when the peak is not below `--below-mb`, else the command's.
 """
 
 import argparse

@@ -29,7 +29,7 @@ Shapes = dict[str, tuple[int, ...]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dest", type=Path, help="folder to make")
-    parser.add_argument("--megabytes", type=int, default=400, help="size of all weights together (default 400)")
+    parser.add_argument("--megabytes", type=int, default=400, help="size of all weights together, at least 260 (default 400)")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     print(f"{arguments.dest}: {write(arguments.dest, arguments.megabytes, arguments.seed) / 1e6:.0f} MB")
