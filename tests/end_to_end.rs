@@ -225,7 +225,7 @@ fn an_export_reports_as_json() {
     assert_eq!(bundle["hashes"], "all equal");
     assert_eq!(bundle["bytes"], report["bytes"]);
     assert_eq!(bundle["parameters"]["text"]["taps"], serde_json::json!([2, 4, 6]));
-    assert_eq!(bundle["stages"].as_object().unwrap().len() as u64, report["stages"].as_u64().unwrap());
+    assert_eq!(bundle["stages"].as_array().unwrap().len() as u64, report["stages"].as_u64().unwrap());
     assert_eq!(inspect(&out.join("bundle.json"), &[])["bundle"], "klein-emoji");
     let graph = inspect(&out.join("transformer.onnx"), &[]);
     assert_eq!(graph["outputs"], serde_json::json!(["pred"]));

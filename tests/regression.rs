@@ -44,7 +44,9 @@ fn bug_18_silent_cpu_fallback() {
     assert!(!directory.path().join("out.png").exists());
     let output = without_adapter("--ep auto");
     assert!(output.status.success(), "{}", text(&output.stderr));
-    assert!(text(&output.stderr).lines().any(|line| line.starts_with("warning: no adapter")));
+    assert!(
+        text(&output.stderr).lines().any(|line| line.starts_with("warning: running on the CPU: no adapter"))
+    );
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["ep"], "cpu");
     let nodes = report["nodes"].as_object().unwrap();
@@ -179,8 +181,9 @@ fn bug_29_lying_index() {
         let output = run(directory.path(), &format!("export ck -o b {SET} --progress none"));
         (output.status.code(), text(&output.stderr))
     };
+    type Harm<'a> = &'a dyn Fn(&Path);
     let first = "x_embedder.weight";
-    let cases: [(&dyn Fn(&Path), &str); 4] = [
+    let cases: [(Harm, &str); 4] = [
         (&|d| fs::remove_file(d.join(SHARD)).unwrap(), "shard file is missing"),
         (&|d| map(d, &|map| drop(map.insert("ghost".to_owned(), map[first].clone()))), "does not have it"),
         (&|d| map(d, &|map| drop(map.remove(first))), "does not list it"),

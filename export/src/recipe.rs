@@ -222,10 +222,16 @@ impl Recipe {
             Some(name) if name.ends_with(".toml") => (name.to_owned(), read_table(Path::new(name))?),
             Some(name) => (format!("'{name}' (--recipe)"), shipped_table(name)?),
             None if own.is_file() => (own.display().to_string(), read_table(&own)?),
-            None => (format!("'{family_default}' (the family's default)"), shipped_table(family_default)?),
+            None => {
+                let mut table = shipped_table(family_default)?;
+                // The family's default fits this checkpoint, but does not know where it comes from.
+                table.remove("source");
+                (format!("'{family_default}' (the family's default)"), table)
+            }
         };
         let invalid = |message: String| RecipeError::Invalid { origin: origin.clone(), message };
         let mut table = with_base(table)?;
+        state_defaults(&mut table);
         let name = table.get("name").and_then(|n| n.as_str()).unwrap_or("unnamed").to_owned();
         // What is wrong before anything is set is the file's fault, what is wrong after it the setting's.
         let mut recipe = resolve(table.clone()).map_err(invalid)?;
@@ -310,6 +316,8 @@ fn with_base(mut table: toml::Table) -> Result<toml::Table, RecipeError> {
     match table.remove("base") {
         Some(toml::Value::String(base)) => {
             let mut result = shipped_table(&base)?;
+            // Another model's recipe says nothing of where this one's weights come from.
+            result.remove("source");
             overlay(&mut result, table);
             Ok(result)
         }
@@ -318,6 +326,22 @@ fn with_base(mut table: toml::Table) -> Result<toml::Table, RecipeError> {
             message: format!("expected the name of a shipped recipe, found {other}"),
         }),
         None => Ok(table),
+    }
+}
+
+/// Writes out what profiles leave at its default, so that `--set` finds it.
+fn state_defaults(table: &mut toml::Table) {
+    let Some(toml::Value::Table(profiles)) = table.get_mut("profiles") else { return };
+    for profile in profiles.iter_mut().filter_map(|(_, profile)| profile.as_table_mut()) {
+        let defaults: [(&str, toml::Value); 4] = [
+            ("block", (default_block() as i64).into()),
+            ("symmetric", default_true().into()),
+            ("accuracy_level", 0.into()),
+            ("residual", "f32".into()),
+        ];
+        for (key, value) in defaults {
+            profile.entry(key).or_insert(value);
+        }
     }
 }
 
@@ -358,6 +382,9 @@ fn set_value(table: &mut toml::Table, recipe: &str, key: &str, text: &str) -> Re
             text.parse().map(toml::Value::Boolean).map_err(|_| bad("true or false"))?
         }
         toml::Value::String(_) => toml::Value::String(text.to_owned()),
+        toml::Value::Array(items) if items.iter().any(toml::Value::is_table) => {
+            return Err(bad("no list of tables: write a recipe file with `base` and pass it with --recipe"));
+        }
         toml::Value::Array(_) => toml::Value::Array(
             text.split(',')
                 .filter(|part| !part.trim().is_empty())

@@ -71,7 +71,10 @@ fn device_json(device: &Device) -> Value {
 }
 
 fn print(vulkan: &Result<Vec<Adapter>, String>, started: &Result<Runtime, RuntimeError>) {
-    let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64);
+    let gib = |bytes: u64| match bytes {
+        0..0x4000_0000 => format!("{} MiB", bytes >> 20),
+        _ => format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64),
+    };
     let [total, available] = memory();
     println!("viaduct   {}", env!("CARGO_PKG_VERSION"));
     println!("memory    {} in all, {} available", gib(total), gib(available));

@@ -101,6 +101,8 @@ struct Shown {
     staging: Option<PathBuf>,
     what: String,
     done: u64,
+    /// Bytes at the last event.
+    shown: u64,
     total: u64,
 }
 
@@ -120,6 +122,11 @@ impl Shown {
             ExportEvent::Stage { name } => self.what = name,
             ExportEvent::Bytes(n) => {
                 self.done += n;
+                // A hundred events tell as much as thousands.
+                if self.done < self.shown + self.total / 100 && self.done < self.total {
+                    return;
+                }
+                self.shown = self.done;
                 let (what, done, total) = (self.what.clone(), self.done, Some(self.total));
                 progress.on_event(Event::Bytes { what, done, total });
             }

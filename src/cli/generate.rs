@@ -36,6 +36,7 @@ pub struct Arguments {
     /// Bundle folder, as made by `viaduct export`
     #[arg(short, long)]
     bundle: PathBuf,
+    /// What to draw
     #[arg(short, long)]
     prompt: String,
     /// PNG file to write
@@ -146,6 +147,10 @@ fn check_writable(arguments: &Arguments) -> anyhow::Result<()> {
     let out = &arguments.out;
     if out.is_dir() {
         return Err(UsageError(format!("-o {}: that is a folder; name a .png file", out.display())).into());
+    }
+    if !out.extension().is_some_and(|e| e.eq_ignore_ascii_case("png")) {
+        let message = format!("-o {}: pictures are written as PNG; name a .png file", out.display());
+        return Err(UsageError(message).into());
     }
     if out.exists() && !arguments.force {
         let message = format!("{} exists; choose another -o or pass --force to replace it", out.display());

@@ -58,14 +58,15 @@ fn bundle(path: &Path, hashes: bool) -> anyhow::Result<Value> {
         bundle.verify_hashes(&mut |_| ())?;
     }
     let manifest = &bundle.manifest;
-    let stages: serde_json::Map<String, Value> = manifest
+    // A list, because JSON objects have no order and stages do.
+    let stages: Vec<Value> = manifest
         .stages
         .iter()
         .map(|stage| {
             let ports = |ports: &[viaduct_export::bundle::Port]| -> Vec<String> {
                 ports.iter().map(|p| format!("{} {} {}", p.name, p.dtype, dims(&p.dims))).collect()
             };
-            (stage.name.clone(), json!({ "inputs": ports(&stage.inputs), "outputs": ports(&stage.outputs) }))
+            json!({ "name": stage.name, "inputs": ports(&stage.inputs), "outputs": ports(&stage.outputs) })
         })
         .collect();
     Ok(json!({
@@ -126,6 +127,10 @@ fn lines(value: &Value, depth: usize) -> String {
         Value::Array(items) if items.iter().all(Value::is_string) => {
             let items = items.iter().filter_map(Value::as_str);
             format!("{indent}{key}:\n{}", items.map(|item| format!("{indent}  {item}\n")).collect::<String>())
+        }
+        Value::Array(items) if items.iter().all(Value::is_object) => {
+            let items = items.iter().map(|item| format!("{}\n", lines(item, depth + 1)));
+            format!("{indent}{key}:\n{}", items.collect::<String>())
         }
         other => format!("{indent}{key}: {other}\n"),
     };

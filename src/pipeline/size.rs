@@ -4,6 +4,8 @@ use std::{fmt, str::FromStr};
 
 /// Larger sides are refused before anything is computed.
 const MAX_SIDE: usize = 16384;
+/// So are larger areas: 8192 x 8192.
+const MAX_PIXELS: usize = 1 << 26;
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SizeError {
@@ -13,6 +15,8 @@ pub enum SizeError {
     NotAMultiple { name: &'static str, value: usize, multiple: usize, below: usize, above: usize },
     #[error("{name} {value} is out of range; legal are multiples of {multiple} up to {MAX_SIDE}")]
     OutOfRange { name: &'static str, value: usize, multiple: usize },
+    #[error("{width}x{height} is more than {MAX_PIXELS} pixels; choose a smaller size")]
+    TooManyPixels { width: usize, height: usize },
     #[error("'{0}' is not a size; write WIDTHxHEIGHT, for example 512x512")]
     Syntax(String),
 }
@@ -28,6 +32,9 @@ pub struct Size {
 
 impl Size {
     pub fn new(width: usize, height: usize, multiple: usize) -> Result<Size, SizeError> {
+        if width.saturating_mul(height) > MAX_PIXELS {
+            return Err(SizeError::TooManyPixels { width, height });
+        }
         for (name, value) in [("width", width), ("height", height)] {
             if value == 0 || value > MAX_SIDE {
                 return Err(SizeError::OutOfRange { name, value, multiple });

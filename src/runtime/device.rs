@@ -131,6 +131,9 @@ impl Runtime {
                 Ok(device) => device,
                 // Who names an adapter wants that one.
                 Err(e) if options.adapter.is_some() => return Err(e),
+                Err(RuntimeError::NoAdapter { reason }) => {
+                    cpu(env, Some(format!("no adapter for WebGPU: {reason}")))
+                }
                 Err(e) => cpu(env, Some(e.to_string())),
             },
         };

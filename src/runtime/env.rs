@@ -116,7 +116,8 @@ fn find() -> Result<PathBuf, RuntimeError> {
         }
     };
     match looked_in.iter().find(|d| d.join(LIBRARY).is_file()) {
-        Some(directory) => Ok(directory.clone()),
+        // Absolute, because libraries name each other relative to folders of their own.
+        Some(directory) => Ok(std::path::absolute(directory).unwrap_or_else(|_| directory.clone())),
         None => Err(RuntimeError::LibraryMissing { file: LIBRARY, looked_in }),
     }
 }

@@ -15,7 +15,7 @@ const MAX_MANIFEST_BYTES: u64 = 16 << 20;
 
 #[derive(Debug, thiserror::Error)]
 pub enum BundleError {
-    #[error("{}: no {MANIFEST}; not a bundle. Make one with `viaduct export <checkpoint> -o {}`", path.display(), path.display())]
+    #[error("{}: no {MANIFEST}, so it is no bundle; make one with `viaduct export CHECKPOINT -o BUNDLE`", path.display())]
     NotABundle { path: PathBuf },
     #[error("{}: {source}", path.display())]
     Io { path: PathBuf, source: io::Error },
