@@ -155,7 +155,7 @@ fn auto_says_what_it_took() {
     let report: Value = serde_json::from_slice(&assert.get_output().stdout).unwrap();
     assert_eq!(report["ep"], "cpu");
     let message = String::from_utf8(assert.get_output().stderr.clone()).unwrap();
-    assert!(message.contains("warning: no adapter for WebGPU"), "{message}");
+    assert!(message.contains("warning: running on the CPU: no adapter for WebGPU"), "{message}");
     assert!(message.contains("device: CPU"), "{message}");
 }
 

@@ -148,7 +148,7 @@ fn check_writable(arguments: &Arguments) -> anyhow::Result<()> {
     if out.is_dir() {
         return Err(UsageError(format!("-o {}: that is a folder; name a .png file", out.display())).into());
     }
-    if !out.extension().is_some_and(|e| e.eq_ignore_ascii_case("png")) {
+    if out.extension().is_some_and(|e| !e.eq_ignore_ascii_case("png")) {
         let message = format!("-o {}: pictures are written as PNG; name a .png file", out.display());
         return Err(UsageError(message).into());
     }

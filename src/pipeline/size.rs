@@ -32,9 +32,6 @@ pub struct Size {
 
 impl Size {
     pub fn new(width: usize, height: usize, multiple: usize) -> Result<Size, SizeError> {
-        if width.saturating_mul(height) > MAX_PIXELS {
-            return Err(SizeError::TooManyPixels { width, height });
-        }
         for (name, value) in [("width", width), ("height", height)] {
             if value == 0 || value > MAX_SIDE {
                 return Err(SizeError::OutOfRange { name, value, multiple });
@@ -44,6 +41,9 @@ impl Size {
                 let above = value.next_multiple_of(multiple);
                 return Err(SizeError::NotAMultiple { name, value, multiple, below, above });
             }
+        }
+        if width.saturating_mul(height) > MAX_PIXELS {
+            return Err(SizeError::TooManyPixels { width, height });
         }
         Ok(Size { width, height, multiple })
     }
