@@ -14,6 +14,8 @@ use tempfile::{Builder, NamedTempFile};
 pub enum FileError {
     #[error("{} already exists", .0.display())]
     Exists(PathBuf),
+    #[error("{} is not a regular file, so it is not replaced", .0.display())]
+    NotRegular(PathBuf),
     #[error("{} is a directory", .0.display())]
     IsDirectory(PathBuf),
     #[error("cannot write {}: {source}", path.display())]
@@ -56,6 +58,9 @@ pub fn write(path: &Path, existing: Existing, bytes: &[u8]) -> Result<(), FileEr
 fn check_target(path: &Path, existing: Existing) -> Result<(), FileError> {
     match fs::symlink_metadata(path) {
         Ok(found) if found.is_dir() => Err(FileError::IsDirectory(path.to_path_buf())),
+        Ok(found) if !found.is_file() && !found.is_symlink() => {
+            Err(FileError::NotRegular(path.to_path_buf()))
+        }
         Ok(_) if existing == Existing::Keep => Err(FileError::Exists(path.to_path_buf())),
         _ => Ok(()),
     }

@@ -3,11 +3,12 @@
 //! Source: NEP 1 and `numpy.lib.format`. Reading is strict, since a wrong oracle is worse than none: the header's
 //! three keys and nothing else, and a file exactly as long as its header says, checked before memory is taken.
 
-use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use half::f16;
+
+use viaduct_export::files::open_regular;
 
 use crate::atomic_file::{self, Existing, FileError};
 use crate::tensor::{HostTensor, Values};
@@ -51,14 +52,14 @@ pub enum FormatError {
 pub fn read(path: &Path) -> Result<HostTensor, NpyError> {
     let in_file = |source| NpyError::Format { path: path.to_path_buf(), source };
     let io = |source| NpyError::Io { path: path.to_path_buf(), source };
-    let mut file = File::open(path).map_err(io)?;
-    let length = file.metadata().map_err(io)?.len();
+    let (mut file, length) = open_regular(path).map_err(io)?;
     let mut prefix = vec![0; usize::try_from(length).unwrap_or(usize::MAX).min(header::MAX_BYTES)];
     file.read_exact(&mut prefix).map_err(io)?;
     let layout = Layout::parse(&prefix, length).map_err(in_file)?;
     let mut data = prefix.split_off(layout.data_at);
     let rest = layout.data_bytes - data.len();
-    data.reserve_exact(rest);
+    // A sparse file may state more than there is memory.
+    data.try_reserve_exact(rest).map_err(|e| io(io::Error::new(io::ErrorKind::OutOfMemory, e)))?;
     file.take(rest as u64).read_to_end(&mut data).map_err(io)?;
     layout.decode(&data).map_err(in_file)
 }

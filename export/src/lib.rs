@@ -4,6 +4,7 @@
 
 pub mod arch;
 pub mod bundle;
+pub mod files;
 pub mod onnx;
 pub mod quant;
 pub mod recipe;

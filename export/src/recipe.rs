@@ -5,14 +5,14 @@
 
 use std::{
     collections::BTreeMap,
-    fs,
+    io,
     path::{Path, PathBuf},
 };
 
 use regex::Regex;
 use serde::{Deserialize, Serialize};
 
-use crate::onnx::DType;
+use crate::{files::read_limited, onnx::DType};
 
 /// The recipes that ship with the program.
 const RECIPES: &[(&str, &str)] = &[("flux2-klein", include_str!("../recipes/flux2-klein.toml"))];
@@ -46,7 +46,7 @@ pub struct Recipe {
     #[serde(default)]
     pub source: SourceRef,
     /// By profile name.
-    pub profiles: BTreeMap<String, ProfileSpec>,
+    pub profiles: BTreeMap<String, Precision>,
     /// Bars of `verify`, by profile name.
     #[serde(default)]
     pub gates: BTreeMap<String, Gates>,
@@ -60,16 +60,6 @@ pub struct SourceRef {
     pub repo: Option<String>,
     pub revision: Option<String>,
     pub license: Option<String>,
-}
-
-/// One export profile: how weights are stored and in which type the graphs compute.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct ProfileSpec {
-    #[serde(flatten)]
-    pub base: Precision,
-    /// Changes for single components, by component name.
-    #[serde(default)]
-    pub components: BTreeMap<String, PrecisionChange>,
 }
 
 /// How the weights of a linear layer are stored.
@@ -110,8 +100,9 @@ pub enum Residual {
     Islands,
 }
 
-/// How one component is stored and computed.
+/// How weights are stored and in which type the graphs compute: a profile of a recipe, or one component of it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Precision {
     pub compute: Compute,
     pub weights: WeightFormat,
@@ -129,6 +120,9 @@ pub struct Precision {
     /// First match decides the format of a weight, by its checkpoint name.
     #[serde(default)]
     pub rules: Vec<Rule>,
+    /// Changes for single components, by component name.
+    #[serde(default)]
+    pub components: BTreeMap<String, PrecisionChange>,
 }
 
 fn default_block() -> usize {
@@ -181,6 +175,11 @@ impl Precision {
         self.rules.iter().find(matches).map_or(self.weights, |rule| rule.weights)
     }
 
+    /// The precision of one component.
+    pub fn component(&self, name: &str) -> Precision {
+        self.components.get(name).map_or_else(|| self.clone(), |change| self.changed(change))
+    }
+
     fn changed(&self, change: &PrecisionChange) -> Precision {
         Precision {
             compute: change.compute.unwrap_or(self.compute),
@@ -190,14 +189,8 @@ impl Precision {
             accuracy_level: change.accuracy_level.unwrap_or(self.accuracy_level),
             residual: change.residual.unwrap_or(self.residual),
             rules: change.rules.clone().unwrap_or_else(|| self.rules.clone()),
+            components: BTreeMap::new(),
         }
-    }
-}
-
-impl ProfileSpec {
-    /// The precision of one component.
-    pub fn component(&self, name: &str) -> Precision {
-        self.components.get(name).map_or_else(|| self.base.clone(), |change| self.base.changed(change))
     }
 }
 
@@ -221,7 +214,7 @@ impl Recipe {
         let (origin, table) = match asked {
             Some(name) if name.ends_with(".toml") => (name.to_owned(), read_table(Path::new(name))?),
             Some(name) => (format!("'{name}' (--recipe)"), shipped_table(name)?),
-            None if own.is_file() => (own.display().to_string(), read_table(&own)?),
+            None if own.symlink_metadata().is_ok() => (own.display().to_string(), read_table(&own)?),
             None => {
                 let mut table = shipped_table(family_default)?;
                 // The family's default fits this checkpoint, but does not know where it comes from.
@@ -244,7 +237,7 @@ impl Recipe {
         Ok(Chosen { recipe, origin })
     }
 
-    pub fn profile(&self, name: &str) -> Result<&ProfileSpec, RecipeError> {
+    pub fn profile(&self, name: &str) -> Result<&Precision, RecipeError> {
         self.profiles.get(name).ok_or_else(|| RecipeError::UnknownProfile {
             name: name.to_owned(),
             recipe: self.name.clone(),
@@ -260,14 +253,33 @@ impl Recipe {
         section.clone().try_into().map_err(|e| invalid(format!("[{name}]: {e}")))
     }
 
+    /// Refuses sections that the family does not know: a misspelt one would be ignored.
+    pub fn check_sections(&self, known: &[&str]) -> Result<(), RecipeError> {
+        let Some(unknown) = self.sections.keys().find(|key| !known.contains(&key.as_str())) else {
+            return Ok(());
+        };
+        let message = format!("unknown key '{unknown}'; family '{}' knows {}", self.family, known.join(", "));
+        Err(RecipeError::Invalid { origin: format!("'{}'", self.name), message })
+    }
+
+    fn check_gates(&self) -> Result<(), String> {
+        for (name, gates) in &self.gates {
+            let bars = gates.tensors.values().chain([&gates.tensor, &gates.image_db]);
+            if let Some(bar) = bars.clone().find(|bar| !bar.is_finite() || **bar < 0.0) {
+                return Err(format!("gates.{name}: {bar} is no bar; bars are finite and not negative"));
+            }
+        }
+        Ok(())
+    }
+
     fn check_rules(&self) -> Result<(), String> {
         for (name, profile) in &self.profiles {
             let changed = profile.components.values().flat_map(|c| c.rules.iter().flatten());
-            for rule in profile.base.rules.iter().chain(changed) {
+            for rule in profile.rules.iter().chain(changed) {
                 Regex::new(&rule.pattern)
                     .map_err(|e| format!("profile {name}, rule '{}': {e}", rule.pattern))?;
             }
-            let blocks = profile.components.values().filter_map(|c| c.block).chain([profile.base.block]);
+            let blocks = profile.components.values().filter_map(|c| c.block).chain([profile.block]);
             for block in blocks {
                 if ![16, 32, 64, 128, 256].contains(&block) {
                     return Err(format!("profile {name}: block {block} is not one of 16, 32, 64, 128, 256"));
@@ -283,6 +295,7 @@ fn resolve(table: toml::Table) -> Result<Recipe, String> {
     let words = |e: toml::de::Error| e.to_string().trim().replace('\n', " ");
     let recipe: Recipe = table.try_into().map_err(words)?;
     recipe.check_rules()?;
+    recipe.check_gates()?;
     Ok(recipe)
 }
 
@@ -296,11 +309,9 @@ fn shipped_table(name: &str) -> Result<toml::Table, RecipeError> {
 
 fn read_table(path: &Path) -> Result<toml::Table, RecipeError> {
     let read = |source| RecipeError::Read { path: path.to_owned(), source };
-    if fs::metadata(path).map_err(read)?.len() > MAX_RECIPE_BYTES {
-        let message = "larger than 1 MiB, which no recipe is".to_owned();
-        return Err(RecipeError::Invalid { origin: path.display().to_string(), message });
-    }
-    parse(&fs::read_to_string(path).map_err(read)?, &path.display().to_string())
+    let bytes = read_limited(path, MAX_RECIPE_BYTES).map_err(read)?;
+    let text = String::from_utf8(bytes).map_err(|e| read(io::Error::new(io::ErrorKind::InvalidData, e)))?;
+    parse(&text, &path.display().to_string())
 }
 
 fn parse(text: &str, origin: &str) -> Result<toml::Table, RecipeError> {

@@ -7,7 +7,8 @@ use viaduct_export::{
 };
 
 use crate::{
-    pipeline::{flux2::Flux2Error, schedule::ScheduleError, size::SizeError},
+    atomic_file::FileError,
+    pipeline::{dump::DumpError, flux2::Flux2Error, schedule::ScheduleError, size::SizeError},
     runtime::RuntimeError,
     verify::{BarsMissed, VerifyError},
 };
@@ -30,6 +31,12 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     if error.is::<UsageError>() || error.is::<SizeError>() {
         return Some(USAGE);
     }
+    if let Some(FileError::Exists(_) | FileError::NotRegular(_)) = error.downcast_ref::<FileError>() {
+        return Some(USAGE);
+    }
+    if let Some(DumpError::NotEmpty { .. }) = error.downcast_ref::<DumpError>() {
+        return Some(USAGE);
+    }
     if error.is::<BarsMissed>() {
         return Some(3);
     }
@@ -41,7 +48,10 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     }
     if let Some(e) = error.downcast_ref::<ExportError>() {
         return match e {
-            ExportError::Exists { .. } | ExportError::NotReplaceable { .. } => Some(USAGE),
+            ExportError::Exists { .. } | ExportError::NotReplaceable { .. } | ExportError::NoName { .. } => {
+                Some(USAGE)
+            }
+            ExportError::SourceInside { .. } | ExportError::Foreign { .. } => Some(USAGE),
             ExportError::NotAFolder { .. } | ExportError::FamilyMismatch { .. } => Some(USAGE),
             ExportError::Recipe(e) => recipe_code(e),
             ExportError::Arch(ArchError::Flux2(e)) => match e {

@@ -33,7 +33,7 @@ pub struct Arguments {
     /// Bundle folder to make
     #[arg(short, long, value_name = "BUNDLE")]
     out: PathBuf,
-    /// How weights are stored: f32, f16, q8 or q4
+    /// How weights are stored: f32, f16, q8 or q4, or a profile of your recipe
     #[arg(long, default_value = "q8")]
     profile: String,
     /// A shipped recipe's name or a .toml file

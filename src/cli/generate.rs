@@ -42,7 +42,7 @@ pub struct Arguments {
     /// PNG file to write
     #[arg(short, long, value_name = "FILE")]
     out: PathBuf,
-    /// Width in pixels; the model's own size by default
+    /// Width in pixels, a multiple of 16 for FLUX.2; the model's own size by default
     #[arg(long)]
     width: Option<usize>,
     /// Height in pixels
@@ -90,7 +90,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let mut runtime = arguments.device.start(&mut progress)?;
     announce(&request, &mut progress);
 
-    let mut dump = arguments.dump.as_deref().map(Dump::create).transpose()?;
+    let existing = if arguments.force { Existing::Replace } else { Existing::Keep };
+    let mut dump = arguments.dump.as_deref().map(|folder| Dump::create(folder, existing)).transpose()?;
     let mut nothing = NoProbe;
     let probe: &mut dyn Probe = match &mut dump {
         Some(dump) => dump,
@@ -106,7 +107,6 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let provenance = provenance(arguments, &request, &bundle);
     let folder = folder_of(&arguments.out);
     fs::create_dir_all(folder).with_context(|| format!("cannot make the folder {}", folder.display()))?;
-    let existing = if arguments.force { Existing::Replace } else { Existing::Keep };
     atomic_file::write(&arguments.out, existing, &picture.to_png(&provenance.texts())?)?;
     drop(progress);
     print(&report(arguments, &request, &runtime, &nodes, started.elapsed().as_secs_f64()))
@@ -152,7 +152,10 @@ fn check_writable(arguments: &Arguments) -> anyhow::Result<()> {
         let message = format!("-o {}: pictures are written as PNG; name a .png file", out.display());
         return Err(UsageError(message).into());
     }
-    if out.exists() && !arguments.force {
+    if out.as_os_str().as_encoded_bytes().ends_with(b"/") || out.file_name().is_none() {
+        return Err(UsageError(format!("-o {}: name a .png file", out.display())).into());
+    }
+    if out.symlink_metadata().is_ok() && !arguments.force {
         let message = format!("{} exists; choose another -o or pass --force to replace it", out.display());
         return Err(UsageError(message).into());
     }

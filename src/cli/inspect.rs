@@ -11,11 +11,15 @@ use clap::Args;
 use serde_json::{Value, json};
 use viaduct_export::{
     bundle::{Bundle, MANIFEST, PortDim},
+    files::read_limited,
     onnx::{Graph, read_model},
 };
 
 use super::{exit::UsageError, printer::print};
 use crate::pipeline::image::png_texts;
+
+/// Larger than any picture that `viaduct generate` writes.
+const MAX_PICTURE: u64 = 256 << 20;
 
 /// Show what a bundle, an ONNX model or a picture made by `viaduct generate` is.
 #[derive(Args)]
@@ -89,8 +93,11 @@ fn dims(dims: &[PortDim]) -> String {
 }
 
 fn picture(path: &Path) -> anyhow::Result<Value> {
-    let bytes = fs::read(path).with_context(|| path.display().to_string())?;
+    let bytes = read_limited(path, MAX_PICTURE).with_context(|| path.display().to_string())?;
     let texts = png_texts(&bytes).with_context(|| path.display().to_string())?;
+    if texts.is_empty() {
+        return Ok(json!({ "note": "a PNG without texts; not made by viaduct" }));
+    }
     Ok(Value::Object(texts.into_iter().map(|(keyword, text)| (keyword, Value::String(text))).collect()))
 }
 
@@ -123,7 +130,7 @@ fn lines(value: &Value, depth: usize) -> String {
     let Value::Object(entries) = value else { return String::new() };
     let entry = |(key, value): (&String, &Value)| match value {
         Value::Object(_) => format!("{indent}{key}:\n{}", lines(value, depth + 1)),
-        Value::String(text) => format!("{indent}{key}: {text}\n"),
+        Value::String(text) => format!("{indent}{key}: {}\n", text.replace(char::is_control, "\u{fffd}")),
         Value::Array(items) if items.iter().all(Value::is_string) => {
             let items = items.iter().filter_map(Value::as_str);
             format!("{indent}{key}:\n{}", items.map(|item| format!("{indent}  {item}\n")).collect::<String>())

@@ -31,8 +31,10 @@ pub struct Cli {
 
 const EXIT_CODES: &str = "\
 Exit codes:
-  0 ok   1 failed (corrupt, missing or unwritable file, bad numbers)   2 usage (bad flag, value, size or profile)
-  3 a gate or parity bar missed   6 device lost, unfit or absent (--ep webgpu without an adapter)";
+  0 done   1 failed (a file is corrupt, missing or cannot be written; numbers are not finite or all the same)
+  2 usage (a bad flag, value or size; an unknown profile or recipe; the target exists)
+  3 verify: a bar is missed   6 the device is lost, unfit or absent (--ep webgpu without an adapter)
+  130 an export was interrupted";
 
 #[derive(Subcommand)]
 enum Command {
@@ -71,7 +73,7 @@ impl DeviceArguments {
 /// How progress is shown on standard error.
 #[derive(Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 enum ProgressStyle {
-    /// Bars on a terminal, only warnings and notes elsewhere
+    /// Bars on a terminal, a line per stage and step elsewhere
     #[default]
     Auto,
     /// One JSON object per line
@@ -89,10 +91,17 @@ struct ProgressArguments {
 
 /// What to do where the command line is no command: help is printed, anything else is an error in one line.
 pub fn misuse(error: &clap::Error) -> anyhow::Result<()> {
-    use clap::error::ErrorKind::{DisplayHelp, DisplayVersion};
+    use clap::error::ErrorKind::{
+        DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand as NoCommand, DisplayVersion,
+    };
     let text = error.to_string();
     if matches!(error.kind(), DisplayHelp | DisplayVersion) {
         return printer::print(&text);
+    }
+    if error.kind() == NoCommand {
+        let message =
+            "no command; `viaduct export`, `generate`, `verify`, `inspect` and `doctor` take --help";
+        return Err(exit::UsageError(message.to_owned()).into());
     }
     let message = text.split("\n\nUsage:").next().unwrap_or(&text);
     let message = message.split("\n\nFor more information").next().unwrap_or(message);

@@ -32,8 +32,24 @@ impl Progress {
         }
     }
 
+    /// A sign of life where no bar can be drawn.
+    fn tell(&self, event: &Event) {
+        match event {
+            Event::Stage { name, index, count } => self.say(&format!("[{index}/{count}] {name}")),
+            Event::Step { index, count, seconds } => {
+                self.say(&format!("step {index}/{count}, {seconds:.3} s"))
+            }
+            _ => {}
+        }
+    }
+
     fn draw(&mut self, event: &Event) {
-        let Some(bar) = &self.bar else { return };
+        let Some(bar) = &self.bar else {
+            if self.style == ProgressStyle::Auto {
+                self.tell(event);
+            }
+            return;
+        };
         match event {
             Event::Stage { name, index, count } => {
                 bar.set_style(spinner());

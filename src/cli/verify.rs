@@ -50,11 +50,7 @@ fn table(report: &Report) -> String {
     let mut lines = vec![format!("profile {profile}, {device}"), head];
     for row in &report.rows {
         let verdict = if row.outcome == Outcome::Passed { "ok" } else { "MISS" };
-        let (value, bar) = match row.measure {
-            "psnr" => (format!("{:.1} dB", row.value), format!("{:.1} dB", row.bar)),
-            "exact" => (format!("{} differ", row.value), "0 differ".to_owned()),
-            _ => (format!("{:.2e}", row.value), format!("{:.0e}", row.bar)),
-        };
+        let [value, bar] = row.figures();
         let (name, measure) = (&row.name, row.measure);
         lines.push(format!("{name:<34} {measure:<9} {value:>11} {bar:>11}  {verdict:<4} {}", row.detail));
     }

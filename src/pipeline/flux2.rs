@@ -27,6 +27,9 @@ use crate::{
     tensor::{HostTensor, Values},
 };
 
+/// The family whose bundles this pipeline runs.
+const FAMILY: &str = "flux2";
+
 #[derive(Debug, thiserror::Error)]
 pub enum Flux2Error {
     #[error(transparent)]
@@ -49,6 +52,12 @@ pub enum Flux2Error {
     Noise { found: Vec<usize>, expected: Vec<usize>, size: Size },
     #[error("{}: parameters: {problem}", manifest.display())]
     Parameters { manifest: PathBuf, problem: String },
+    #[error("the bundle is of family '{0}', and only '{FAMILY}' can be drawn")]
+    Family(String),
+    #[error(
+        "the decoder drew {found:?} for a picture of {size}; the bundle's parameters do not fit its graphs"
+    )]
+    Picture { found: Vec<usize>, size: Size },
     #[error("the padding token's id {0} is not a token id")]
     PadId(i64),
 }
@@ -107,6 +116,9 @@ impl<'a> Watch<'a> {
 
 impl<'a> Flux2<'a> {
     pub fn open(bundle: &'a Bundle) -> Result<Flux2<'a>, Flux2Error> {
+        if bundle.manifest.family != FAMILY {
+            return Err(Flux2Error::Family(bundle.manifest.family.clone()));
+        }
         let parameters: Parameters = bundle.parameters()?;
         parameters
             .check()
@@ -294,6 +306,9 @@ impl<'a> Flux2<'a> {
             x = run.watch.boundary(&output, x);
             attended = None;
             input = output;
+        }
+        if x.shape.get(2..) != Some(&[size.height(), size.width()]) {
+            return Err(Flux2Error::Picture { found: x.shape, size });
         }
         check_varied("vae", None, &x)?;
         Ok(x)

@@ -16,6 +16,8 @@ const MAX_TEXT_BYTES: usize = 1 << 20;
 /// What is wrong with a tensor or with a PNG file.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
+    #[error("the picture's texts are longer than {MAX_TEXT_BYTES} bytes")]
+    TextTooLong,
     #[error("{}: {nan} NaN and {infinite} infinite values of {total}", at(stage, *step))]
     NotFinite { stage: String, step: Option<usize>, nan: usize, infinite: usize, total: usize },
     #[error("{}: the same everywhere, {value} on average (standard deviation {deviation:.1e})", at(stage, *step))]
@@ -200,16 +202,22 @@ pub fn png_texts(bytes: &[u8]) -> Result<Vec<(String, String)>, ImageError> {
     reader.finish()?;
     let info = reader.info();
     let mut texts: Vec<(String, String)> = Vec::new();
+    // What many small chunks unpack to counts, too.
+    let mut room = MAX_TEXT_BYTES;
+    let mut take = |text: String| {
+        room = room.checked_sub(text.len()).ok_or(ImageError::TextTooLong)?;
+        Ok::<String, ImageError>(text)
+    };
     for chunk in &info.uncompressed_latin1_text {
-        texts.push((chunk.keyword.clone(), chunk.text.clone()));
+        texts.push((chunk.keyword.clone(), take(chunk.text.clone())?));
     }
     for mut chunk in info.compressed_latin1_text.iter().cloned() {
         chunk.decompress_text_with_limit(MAX_TEXT_BYTES)?;
-        texts.push((chunk.keyword.clone(), chunk.get_text()?));
+        texts.push((chunk.keyword.clone(), take(chunk.get_text()?)?));
     }
     for mut chunk in info.utf8_text.iter().cloned() {
         chunk.decompress_text_with_limit(MAX_TEXT_BYTES)?;
-        texts.push((chunk.keyword.clone(), chunk.get_text()?));
+        texts.push((chunk.keyword.clone(), take(chunk.get_text()?)?));
     }
     Ok(texts)
 }

@@ -19,7 +19,7 @@ use crate::tensor::HostTensor;
 /// The largest tokenizer files known are around 40 MB.
 const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
 /// Qwen3's template has 4 KB.
-const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
+const MAX_TEMPLATE_BYTES: u64 = 1 << 16;
 /// Instructions a template may run. Qwen3's takes about a hundred for one message.
 const TEMPLATE_FUEL: u64 = 10_000_000;
 

@@ -17,7 +17,7 @@ use ort::{
 };
 use viaduct_export::onnx::{DType, Dim};
 
-use super::{Device, Provider, Runtime, RuntimeError, assignment, env};
+use super::{Device, Provider, Runtime, RuntimeError, assignment, env, quiet::quietly};
 use crate::tensor::{HostTensor, Values};
 
 /// A model to open.
@@ -118,7 +118,7 @@ impl Runtime {
         } else {
             builder = frugal(builder, &model.bytes)?;
         }
-        builder.commit_from_memory(&model.bytes).map_err(text)
+        quietly(|| builder.commit_from_memory(&model.bytes)).map_err(text)
     }
 
     fn open_error(&self, stage: &str, reason: String) -> RuntimeError {

@@ -37,6 +37,17 @@ pub struct Row {
     pub detail: String,
 }
 
+impl Row {
+    /// Value and bar as one reads them.
+    pub fn figures(&self) -> [String; 2] {
+        match self.measure {
+            "psnr" => [self.value, self.bar].map(|db| format!("{db:.1} dB")),
+            "exact" => [format!("{} differ", self.value), "0 differ".to_owned()],
+            _ => [format!("{:.2e}", self.value), format!("{:.0e}", self.bar)],
+        }
+    }
+}
+
 /// Compares every boundary with the oracle's tensor and lets the run go on with the latter.
 pub struct Comparer<'a> {
     oracle: &'a Oracle,
@@ -58,6 +69,11 @@ impl<'a> Comparer<'a> {
     pub fn finish(self) -> Result<(Vec<Row>, Vec<String>), VerifyError> {
         if let Some(error) = self.failed {
             return Err(error);
+        }
+        if !self.seen.iter().any(|name| is_computed(name)) {
+            let problem =
+                "no tensor of the model is among the reference tensors, so nothing was verified".to_owned();
+            return Err(VerifyError::Oracle { path: self.oracle.folder().to_owned(), problem });
         }
         let unseen = self.oracle.names.iter().filter(|name| !self.seen.contains(*name));
         Ok((self.rows, unseen.cloned().collect()))
@@ -166,6 +182,12 @@ impl Probe for Comparer<'_> {
         }
         forced(tensor, reference)
     }
+}
+
+/// Whether a boundary is computed by a graph, and not by the host.
+fn is_computed(name: &str) -> bool {
+    let graphs = ["prompt_embeds", "dit_", "pred_step", "vae_", "image_"];
+    graphs.iter().any(|graph| name.starts_with(graph))
 }
 
 /// The reference in the tensor's element type; the tensor itself if the shapes differ.

@@ -54,13 +54,13 @@ pub enum VerifyError {
 
 /// Some boundary is further from the reference than its bar; exit code 3.
 #[derive(Debug, thiserror::Error)]
-#[error("{missed} of {rows} boundaries miss their bar; the first is {first}: {value:.2e}, bar {bar:.2e}")]
+#[error("{missed} of {rows} boundaries miss their bar; the first is {first}: {value}, bar {bar}")]
 pub struct BarsMissed {
     pub missed: usize,
     pub rows: usize,
     pub first: String,
-    pub value: f64,
-    pub bar: f64,
+    pub value: String,
+    pub bar: String,
 }
 
 /// The comparison's result.
@@ -80,7 +80,8 @@ impl Report {
     pub fn check(&self) -> Result<(), BarsMissed> {
         let mut missed = self.rows.iter().filter(|row| row.outcome == Outcome::Missed);
         let Some(first) = missed.next() else { return Ok(()) };
-        let Row { name, value, bar, .. } = first.clone();
+        let [value, bar] = first.figures();
+        let name = first.name.clone();
         Err(BarsMissed { missed: 1 + missed.count(), rows: self.rows.len(), first: name, value, bar })
     }
 }

@@ -58,6 +58,10 @@ impl Oracle {
         Ok(Oracle { folder: folder.to_owned(), request, names })
     }
 
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     /// A tensor, if the reference run kept it.
     pub fn tensor(&self, name: &str) -> Result<Option<HostTensor>, VerifyError> {
         if !self.names.contains(name) {

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use crate::{
     onnx::{DType, Model, Tensor},
-    recipe::{ProfileSpec, Recipe},
+    recipe::{Precision, Recipe},
 };
 
 /// What an architecture authors from.
@@ -18,7 +18,7 @@ pub struct Authoring<'a> {
     /// The checkpoint's folder.
     pub source: &'a Path,
     pub recipe: &'a Recipe,
-    pub profile: &'a ProfileSpec,
+    pub profile: &'a Precision,
     /// A planted fault, for tests of `verify`.
     pub fault: Option<&'a str>,
 }

@@ -1,6 +1,7 @@
 //! Export: checkpoint folder in, bundle folder out, whole or not at all.
 
 use std::{
+    collections::BTreeSet,
     fs::{self, File},
     io::{self, Write},
     path::{Path, PathBuf},
@@ -8,9 +9,10 @@ use std::{
 
 use sha2::{Digest, Sha256};
 
-use super::{FORMAT, FileEntry, MANIFEST, Manifest, Origin, Stage, read::hex};
+use super::{Bundle, BundleError, FORMAT, FileEntry, MANIFEST, Manifest, Origin, Stage, read::hex};
 use crate::{
     arch::{ARCHITECTURES, ArchError, Architecture, Authored, Authoring, RawFile},
+    files::read_limited,
     onnx::{Bytes, Tensor, WriteError, WriteOptions, write_model_with},
     quant,
     recipe::{Chosen, Recipe, RecipeError},
@@ -31,6 +33,14 @@ pub enum ExportError {
     Exists { path: PathBuf },
     #[error("{} exists and is not a bundle (no {MANIFEST}); it is not replaced even with --force", path.display())]
     NotReplaceable { path: PathBuf },
+    #[error("{}: the checkpoint lies inside the bundle that --force would replace", path.display())]
+    SourceInside { path: PathBuf },
+    #[error("{} holds {}, which is not part of the bundle; --force does not remove it", path.display(), file.display())]
+    Foreign { path: PathBuf, file: PathBuf },
+    #[error("{}: name a folder to make", path.display())]
+    NoName { path: PathBuf },
+    #[error("the exported bundle cannot be read: {0}")]
+    Unreadable(#[from] BundleError),
     #[error(transparent)]
     Recipe(#[from] RecipeError),
     #[error(transparent)]
@@ -132,6 +142,8 @@ pub fn export(
         recipe,
     };
     write_manifest(staging.path(), &manifest)?;
+    // Whoever is told of success must be able to open the result.
+    Bundle::open(staging.path())?;
     publish(staging, request)?;
     let bytes = manifest.files.iter().map(|file| file.bytes).sum();
     Ok(ExportSummary { manifest, bytes })
@@ -149,12 +161,47 @@ fn detect(source: &Path) -> Result<&'static Architecture, ExportError> {
 
 fn check_target(request: &ExportRequest<'_>) -> Result<(), ExportError> {
     let path = request.out.to_owned();
+    if request.out.file_name().is_none() {
+        return Err(ExportError::NoName { path });
+    }
     match fs::symlink_metadata(request.out) {
         Err(_) => Ok(()),
         Ok(_) if !request.force => Err(ExportError::Exists { path }),
-        Ok(_) if request.out.join(MANIFEST).is_file() => Ok(()),
-        Ok(_) => Err(ExportError::NotReplaceable { path }),
+        Ok(_) => replaceable(request, path),
     }
+}
+
+/// `--force` removes a folder, so the folder must be a bundle with nothing of the user's in it.
+fn replaceable(request: &ExportRequest<'_>, path: PathBuf) -> Result<(), ExportError> {
+    let io = |source| ExportError::Io { path: path.clone(), source };
+    let Some(manifest) = manifest_of(&path) else { return Err(ExportError::NotReplaceable { path }) };
+    let (source, out) = (request.source.canonicalize().map_err(io)?, path.canonicalize().map_err(io)?);
+    if source.starts_with(&out) {
+        return Err(ExportError::SourceInside { path });
+    }
+    let known: BTreeSet<PathBuf> =
+        manifest.files.iter().map(|f| out.join(&f.path)).chain([out.join(MANIFEST)]).collect();
+    match files_below(&out).map_err(io)?.into_iter().find(|file| !known.contains(file)) {
+        Some(file) => Err(ExportError::Foreign { path, file }),
+        None => Ok(()),
+    }
+}
+
+fn manifest_of(folder: &Path) -> Option<Manifest> {
+    serde_json::from_slice(&read_limited(&folder.join(MANIFEST), MAX_COPIED_FILE).ok()?).ok()
+}
+
+/// Everything below a folder that is not itself a folder.
+fn files_below(folder: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        match entry.file_type()?.is_dir() {
+            true => files.extend(files_below(&entry.path())?),
+            false => files.push(entry.path()),
+        }
+    }
+    Ok(files)
 }
 
 /// A folder beside the target, so that the final rename stays on one file system.
@@ -177,7 +224,10 @@ fn publish(staging: tempfile::TempDir, request: &ExportRequest<'_>) -> Result<()
     let io = |source| ExportError::Io { path: request.out.to_owned(), source };
     make_readable(staging.path()).map_err(io)?;
     if request.force && request.out.exists() {
-        let old = staging.path().with_extension("replaced");
+        // Named after the staging folder, whose name nobody else has.
+        let mut old = staging.path().as_os_str().to_owned();
+        old.push(".replaced");
+        let old = PathBuf::from(old);
         fs::rename(request.out, &old).map_err(io)?;
         if let Err(e) = fs::rename(staging.path(), request.out) {
             // The old bundle goes back: better the old one than none.
@@ -315,14 +365,16 @@ impl FolderWriter<'_> {
             let path = entry.path();
             let io = |source| ExportError::Io { path: path.clone(), source };
             let metadata = fs::metadata(&path).map_err(io)?;
-            if !metadata.is_file() {
+            let name = entry.file_name();
+            // Streams beside a file, as some downloads have them, are no part of a tokenizer.
+            if !metadata.is_file() || name.to_str().is_none_or(|name| name.contains(['\\', ':'])) {
                 continue;
             }
             if metadata.len() > MAX_COPIED_FILE {
                 return Err(ExportError::CopiedTooLarge { bytes: metadata.len(), path });
             }
             let content = fs::read(&path).map_err(io)?;
-            self.write(&format!("{folder}/{}", entry.file_name().to_string_lossy()), &content)?;
+            self.write(&format!("{folder}/{}", name.to_string_lossy()), &content)?;
         }
         Ok(())
     }

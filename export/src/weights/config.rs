@@ -1,9 +1,10 @@
-use std::{fs::File, io::Read, path::Path, sync::LazyLock};
+use std::{io::Read, path::Path, sync::LazyLock};
 
 use regex::Regex;
 use serde::de::DeserializeOwned;
 
 use super::WeightsError;
+use crate::files::open_regular;
 
 /// Largest JSON file that is read: configurations and shard indices are far smaller.
 pub const MAX_JSON: u64 = 16 << 20;
@@ -14,8 +15,7 @@ static KEY: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new(r#""((?:[^"\\]
 /// Reads a JSON file (`config.json`, `scheduler_config.json`, ...) into `T`; errors name the file and the key.
 pub fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, WeightsError> {
     let io = |source| WeightsError::Io { path: path.to_owned(), source };
-    let file = File::open(path).map_err(io)?;
-    let len = file.metadata().map_err(io)?.len();
+    let (file, len) = open_regular(path).map_err(io)?;
     if len > MAX_JSON {
         return Err(WeightsError::JsonTooLarge { path: path.to_owned(), len, max: MAX_JSON });
     }

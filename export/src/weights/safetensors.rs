@@ -1,7 +1,7 @@
 //! One safetensors file, mapped, with its header checked: every tensor lies inside the file, its size is what its
 //! shape and type say, and the tensors cover the data without overlap or hole.
 
-use std::{collections::BTreeMap, fmt, fs::File, ops::Range, path::Path, sync::Arc};
+use std::{collections::BTreeMap, fmt, ops::Range, path::Path, sync::Arc};
 
 use memmap2::Mmap;
 use safetensors::Dtype;
@@ -11,7 +11,10 @@ use serde::{
 };
 
 use super::WeightsError;
-use crate::onnx::{DType, tensor::MappedFile};
+use crate::{
+    files::open_regular,
+    onnx::{DType, tensor::MappedFile},
+};
 
 /// The limit of the format's reference implementation.
 const MAX_HEADER: u64 = 100_000_000;
@@ -40,8 +43,7 @@ pub struct Shard {
 impl Shard {
     pub fn open(path: &Path) -> Result<Shard, WeightsError> {
         let io = |source| WeightsError::Io { path: path.to_owned(), source };
-        let file = File::open(path).map_err(io)?;
-        let found = file.metadata().map_err(io)?.len();
+        let (file, found) = open_regular(path).map_err(io)?;
         if found < LEN_BYTES {
             return Err(WeightsError::Truncated { path: path.to_owned(), expected: LEN_BYTES, found });
         }

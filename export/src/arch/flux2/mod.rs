@@ -89,6 +89,7 @@ impl Constants {
 
 /// `[text_encoder]` of the recipe.
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct TextSection {
     taps: Vec<usize>,
     length: usize,
@@ -96,6 +97,7 @@ struct TextSection {
 
 /// `[vae_decoder]` of the recipe.
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct VaeSection {
     cuts: Vec<usize>,
     attention_rows: usize,
@@ -111,6 +113,7 @@ pub fn detects(root: &Path) -> bool {
 pub fn author(request: &Authoring<'_>) -> Result<Authored, Flux2Error> {
     let root = request.source;
     let config = Config::read(root)?;
+    request.recipe.check_sections(&["text_encoder", "schedule", "vae_decoder"])?;
     let text: TextSection = request.recipe.section("text_encoder")?;
     let vae: VaeSection = request.recipe.section("vae_decoder")?;
     let schedule: parameters::Schedule = request.recipe.section("schedule")?;

@@ -93,6 +93,7 @@ pub struct Vae {
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Schedule {
     pub steps: usize,
 }
