@@ -18,6 +18,9 @@ mod header;
 use header::Header;
 pub use header::HeaderError;
 
+/// The largest file that is read: four times the largest boundary of a picture of 1024x1024.
+const MAX_FILE_BYTES: u64 = 2 << 30;
+
 /// Why a file is not a tensor we can take.
 #[derive(Debug, thiserror::Error)]
 pub enum NpyError {
@@ -53,12 +56,15 @@ pub fn read(path: &Path) -> Result<HostTensor, NpyError> {
     let in_file = |source| NpyError::Format { path: path.to_path_buf(), source };
     let io = |source| NpyError::Io { path: path.to_path_buf(), source };
     let (mut file, length) = open_regular(path).map_err(io)?;
+    if length > MAX_FILE_BYTES {
+        let message = format!("{length} bytes, more than the {MAX_FILE_BYTES} that are read");
+        return Err(io(io::Error::new(io::ErrorKind::FileTooLarge, message)));
+    }
     let mut prefix = vec![0; usize::try_from(length).unwrap_or(usize::MAX).min(header::MAX_BYTES)];
     file.read_exact(&mut prefix).map_err(io)?;
     let layout = Layout::parse(&prefix, length).map_err(in_file)?;
     let mut data = prefix.split_off(layout.data_at);
     let rest = layout.data_bytes - data.len();
-    // A sparse file may state more than there is memory.
     data.try_reserve_exact(rest).map_err(|e| io(io::Error::new(io::ErrorKind::OutOfMemory, e)))?;
     file.take(rest as u64).read_to_end(&mut data).map_err(io)?;
     layout.decode(&data).map_err(in_file)
