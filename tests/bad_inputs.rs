@@ -878,12 +878,11 @@ fn interrupted_exports() {
             let output = child.wait_with_output().unwrap();
             let (status, told) = (output.status, text(&output.stderr));
             let left: Vec<_> = snapshot(directory.path()).into_keys().collect();
-            if status.success() {
+            // What has the bundle's name is whole, also if the process died between the renaming and its end.
+            if status.success() || signal == libc::SIGKILL && directory.path().join("out").exists() {
                 let check = finish(viaduct(directory.path(), "inspect out --hashes"));
-                assert!(check.status.success(), "{}", text(&check.stderr));
-            } else if signal == libc::SIGKILL {
-                assert!(!directory.path().join("out").exists(), "killed after {delay} ms: {left:?}");
-            } else {
+                assert!(check.status.success(), "{signal} after {delay} ms: {}", text(&check.stderr));
+            } else if signal != libc::SIGKILL {
                 let stopped = status.code() == Some(130) || status.signal() == Some(signal);
                 assert!(stopped, "signal {signal} after {delay} ms: {status}: {told}");
                 assert!(left.is_empty(), "signal {signal} after {delay} ms: {left:?}");
