@@ -5,8 +5,8 @@ use proptest::prelude::*;
 use viaduct_export::{
     onnx::{Bytes, DType, Tensor},
     quant::{
-        BlockFormat, Quantized, cast, concat_rows, dequantize, pack, quantize, quantize_tensor,
-        quantized_initializers, transpose, unpack,
+        BlockFormat, Quantized, cast, dequantize, pack, quantize, quantize_tensor, quantized_initializers,
+        transpose, unpack,
     },
 };
 
@@ -180,18 +180,6 @@ fn transposes_of_every_width() {
         }
     }
     assert!(transpose(Tensor::from_f32(&[1, 1, 1], &[0.0])).is_err());
-}
-
-#[test]
-fn rows_are_joined_in_order() {
-    let first = Tensor::from_f32(&[1, 2], &[1.0, 2.0]);
-    let second = Tensor::from_f32(&[2, 2], &[3.0, 4.0, 5.0, 6.0]);
-    let joined = concat_rows(vec![first.clone(), second]).unwrap();
-    assert_eq!(joined.shape, [3, 2]);
-    assert_eq!(joined.to_f32().unwrap().unwrap(), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
-    assert!(concat_rows(vec![]).is_err());
-    assert!(concat_rows(vec![first.clone(), Tensor::from_f32(&[1, 3], &[0.0; 3])]).is_err());
-    assert!(concat_rows(vec![first, Tensor::from_f16(&[1, 2], &[0.0; 2])]).is_err());
 }
 
 proptest! {

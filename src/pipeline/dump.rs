@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::probe::Probe;
+use super::{image::to_unit, probe::Probe};
 use crate::{
     atomic_file::{Existing, FileError},
     npy,
@@ -51,8 +51,7 @@ impl Dump {
 
     /// Adds the picture in 0..1 and reports what could not be written.
     pub fn finish(mut self, image: &HostTensor) -> Result<(), DumpError> {
-        let values = image.to_f32().iter().map(|x| (x / 2.0 + 0.5).clamp(0.0, 1.0)).collect();
-        self.write("image_01", &HostTensor::f32(&image.shape, values));
+        self.write("image_01", &to_unit(image));
         self.failed.map_or(Ok(()), Err)
     }
 

@@ -369,12 +369,12 @@ impl<'a> Flux2<'a> {
         )?;
         stage.bind("kt", &kt)?;
         stage.bind("v", &v)?;
-        let queries = q.to_f32();
+        let queries = q.into_f32();
         let mut attended = Vec::with_capacity(queries.len());
         for part in queries.chunks(chunk * channels) {
             let part = HostTensor::f32(&[1, part.len() / channels, channels], part.to_vec());
             let result = stage.run(&[("q_chunk", &part)], &["attn_chunk"])?.remove(0);
-            attended.extend(shaped("vae_attention", "attn_chunk", result, &part.shape)?.to_f32());
+            attended.extend(shaped("vae_attention", "attn_chunk", result, &part.shape)?.into_f32());
         }
         Ok(HostTensor::f32(&shape, attended))
     }

@@ -80,6 +80,16 @@ fn spread(values: &[f32]) -> (f64, f64) {
     (mean, square.sqrt())
 }
 
+/// A decoder's value in -1..1, beyond which it is cut, as a colour in 0..1.
+fn colour(x: f32) -> f32 {
+    (x / 2.0 + 0.5).clamp(0.0, 1.0)
+}
+
+/// A picture as the decoder leaves it, in 0..1: the reference's `image_01`.
+pub fn to_unit(image: &HostTensor) -> HostTensor {
+    HostTensor::f32(&image.shape, image.to_f32().into_iter().map(colour).collect())
+}
+
 /// Eight-bit pixels, row by row, channels together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Picture {
@@ -101,7 +111,7 @@ impl Picture {
             return Err(wrong());
         };
         let planes = image.to_f32();
-        let byte = |x: f32| ((x / 2.0 + 0.5).clamp(0.0, 1.0) * 255.0).round_ties_even() as u8;
+        let byte = |x: f32| (colour(x) * 255.0).round_ties_even() as u8;
         let pixel = |i: usize| planes[i..].iter().step_by(area).map(|x| byte(*x));
         let pixels = (0..area).flat_map(pixel).collect();
         Ok(Picture { width: w, height: h, channels: channels as u8, pixels })

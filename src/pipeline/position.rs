@@ -37,15 +37,10 @@ pub enum PadKeys {
     Visible,
 }
 
-/// Ids of `rows * columns` image tokens, row by row. `time` is 0 for the picture itself, [`reference_time`] for others.
+/// Ids of `rows * columns` image tokens, row by row. `time` is 0 for the picture itself, 10 for the first reference.
 pub fn image_ids(time: i64, rows: usize, columns: usize) -> Vec<PositionId> {
     let row = |r: usize| (0..columns).map(move |c| [time, r as i64, c as i64, 0]);
     (0..rows).flat_map(row).collect()
-}
-
-/// The time axis of reference image `k`, counted from 0.
-pub fn reference_time(k: usize) -> i64 {
-    10 + 10 * k as i64
 }
 
 /// Ids of `length` text tokens.
@@ -130,8 +125,7 @@ mod tests {
             image_ids(0, 2, 3),
             [[0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 1, 2, 0]]
         );
-        assert_eq!(image_ids(reference_time(0), 1, 1), [[10, 0, 0, 0]]);
-        assert_eq!(reference_time(2), 30);
+        assert_eq!(image_ids(10, 1, 1), [[10, 0, 0, 0]]);
         assert_eq!(text_ids(3, TextIds::Index), [[0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 2]]);
         assert_eq!(text_ids(2, TextIds::Zero), [[0; 4]; 2]);
     }

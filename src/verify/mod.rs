@@ -24,12 +24,12 @@ use crate::{
     pipeline::{
         event::Listener,
         flux2::{Flux2, Flux2Error, Noise, Request, Run, Watch},
+        image::to_unit,
         noise::draw_latents,
         probe::NoProbe,
         size::{Size, SizeError},
     },
     runtime::Runtime,
-    tensor::HostTensor,
 };
 
 #[derive(Debug, thiserror::Error)]
@@ -169,10 +169,4 @@ fn compare_seed(
     let noise = draw_latents(seed, flux2.parameters().transformer.channels, rows, columns);
     comparer.noise(&noise, &oracle.noise()?);
     Ok(())
-}
-
-/// A picture in -1..1 as 0..1.
-fn to_unit(image: &HostTensor) -> HostTensor {
-    let values = image.to_f32().iter().map(|x| (x / 2.0 + 0.5).clamp(0.0, 1.0)).collect();
-    HostTensor::f32(&image.shape, values)
 }

@@ -33,9 +33,6 @@ pub enum QuantError {
     #[error("element {index} is {value:e}, which f16 cannot hold (largest 65504)")]
     CastOverflow { index: usize, value: f32 },
 
-    #[error("{0:?} and {1:?} rows cannot be joined")]
-    Join(Box<(DType, Vec<usize>)>, Box<(DType, Vec<usize>)>),
-
     #[error("source weights: {0}")]
     Source(#[source] ComputeError),
 }

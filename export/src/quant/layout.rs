@@ -21,42 +21,8 @@ pub fn transpose(tensor: Tensor) -> Result<Tensor, QuantError> {
     Ok(Tensor { dtype, shape: vec![k, n], bytes: Bytes::Computed { source, part: 0, len: n * k * size } })
 }
 
-/// Tensors of one type joined along their first dimension when they are written: `[N1, K]`, `[N2, K]`, ... as
-/// `[N1 + N2 + ..., K]`. Works for any rank from 1.
-pub fn concat_rows(tensors: Vec<Tensor>) -> Result<Tensor, QuantError> {
-    let describe = |t: &Tensor| Box::new((t.dtype, t.shape.clone()));
-    let shape_error = |found| QuantError::Shape { found, expected: "at least one tensor of rank 1 or more" };
-    let first = tensors.first().ok_or_else(|| shape_error(Vec::new()))?;
-    let (_, row) = first.shape.split_first().ok_or_else(|| shape_error(Vec::new()))?;
-    let fits = |t: &Tensor| t.dtype == first.dtype && t.shape.len() == row.len() + 1 && t.shape[1..] == *row;
-    if let Some(other) = tensors.iter().find(|t| !fits(t)) {
-        return Err(QuantError::Join(describe(first), describe(other)));
-    }
-    let rows = tensors.iter().map(|t| t.shape[0]).sum();
-    let shape = [&[rows], row].concat();
-    let dtype = first.dtype;
-    let len = tensors.iter().map(|t| t.bytes.len()).sum();
-    Ok(Tensor { dtype, shape, bytes: Bytes::Computed { source: Arc::new(Concat(tensors)), part: 0, len } })
-}
-
 fn element_size(dtype: DType) -> Result<usize, QuantError> {
     dtype.size().ok_or(QuantError::SourceType(dtype))
-}
-
-struct Concat(Vec<Tensor>);
-
-impl Compute for Concat {
-    fn release(&self) {
-        self.0.iter().for_each(|tensor| tensor.bytes.release());
-    }
-
-    fn compute(&self) -> Result<Vec<Vec<u8>>, ComputeError> {
-        let mut out = Vec::with_capacity(self.0.iter().map(|t| t.bytes.len()).sum());
-        for tensor in &self.0 {
-            out.extend_from_slice(&tensor.bytes.read()?);
-        }
-        Ok(vec![out])
-    }
 }
 
 struct Transpose {
