@@ -4,8 +4,11 @@
 
 pub mod arch;
 pub mod bundle;
+pub mod device;
 pub mod files;
+pub mod memory;
 pub mod onnx;
 pub mod quant;
 pub mod recipe;
+pub mod shapes;
 pub mod weights;

@@ -16,6 +16,13 @@ pub struct NodeId(pub(crate) u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ValueId(pub(crate) u32);
 
+impl ValueId {
+    /// The value's place in [`Graph::values`].
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
 /// One dimension of a value's shape.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Dim {
