@@ -156,7 +156,7 @@ fn llvmpipe() -> DeviceProfile {
         f16: true,
         subgroup_size: 8,
         max_binding: 128 * MIB,
-        max_buffer: 4 * GIB - 4,
+        max_buffer: 4 * GIB - 1,
         max_storage_buffers: DAWN_STORAGE_BUFFERS,
         fused_attention: false,
     }
