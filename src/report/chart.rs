@@ -150,3 +150,66 @@ fn head(shapes: &mut Vec<Shape>, report: &Report, top_bytes: u64, right: f64) {
     shapes.push(Shape::Line { from: [LEFT, base], to: [right, base], dashed: false, colour: INK });
     shapes.push(Shape::Line { from: [LEFT, TOP], to: [LEFT, base], dashed: false, colour: INK });
 }
+
+#[cfg(test)]
+mod tests {
+    use viaduct_export::{
+        device::DeviceProfile,
+        memory::{Moment, StageMemory},
+        onnx::Model,
+    };
+
+    use super::*;
+    use crate::plot::{to_png, to_svg};
+
+    fn report(budget: Option<u64>) -> Report {
+        let device = DeviceProfile::preset("bc250").unwrap();
+        let stage = |name: &str, nodes: u64, weights: u64, live: u64| {
+            let moment = |i: u64| {
+                let live = live * (1 + i * 7 % 13) / 13;
+                Moment { node: i.to_string(), op_type: String::new(), live, held: live }
+            };
+            let timeline = (0..nodes).map(moment).collect();
+            let memory = StageMemory { weights_uploaded: weights, timeline, ..StageMemory::default() };
+            let empty = StageReport::new(name, Model::default(), &Default::default(), &device);
+            StageReport { memory, ..empty }
+        };
+        let stages = vec![
+            stage("text_encoder", 900, 2 << 30, 300 << 20),
+            stage("modulation", 20, 100 << 20, 1 << 20),
+            stage("transformer", 1500, 4 << 30, 1 << 30),
+            stage("a_stage_whose_name_is_far_too_long", 0, 0, 0),
+            stage("vae_post1", 200, 50 << 20, 5 << 30),
+        ];
+        Report::new("klein-4b q8".to_owned(), None, device.clone(), budget, stages)
+    }
+
+    #[test]
+    fn every_stage_has_its_name_and_peak() {
+        let svg = to_svg(&chart(&report(Some(6 << 30))));
+        for text in [
+            "text_encoder",
+            "a_stage_whose_name_is...",
+            "2.29 GiB",
+            "5.00 GiB",
+            "budget 6.00 GiB",
+            "dasharray",
+        ] {
+            assert!(svg.contains(text), "{text}: {svg}");
+        }
+        assert!(to_png(&chart(&report(None))).is_ok());
+    }
+
+    #[test]
+    fn a_far_budget_is_told_and_not_drawn() {
+        let svg = to_svg(&chart(&report(Some(600 << 30))));
+        assert!(svg.contains("budget 600.00 GiB (above)") && !svg.contains("dasharray"));
+    }
+
+    #[test]
+    fn nothing_is_a_drawing_too() {
+        let empty =
+            Report::new(String::new(), None, DeviceProfile::preset("cpu").unwrap(), Some(0), Vec::new());
+        assert!(to_png(&chart(&empty)).is_ok());
+    }
+}
