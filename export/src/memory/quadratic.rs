@@ -58,7 +58,7 @@ pub fn quadratic(model: &Model, shapes: &Shapes, sizes: &Sizes) -> Vec<Quadratic
             })
         })
         .collect();
-    tensors.sort_by(|a, b| b.bytes.cmp(&a.bytes));
+    tensors.sort_by_key(|tensor| std::cmp::Reverse(tensor.bytes));
     tensors
 }
 
