@@ -123,7 +123,7 @@ fn findings(stage: &StageReport) -> String {
         }
     };
     list("tensors that grow with a square in", stage.quadratic.iter().map(quadratic_line).collect());
-    list("over the device's limits in", stage.limits.iter().map(limit_line).collect());
+    list("over the device's limits in", limit_lines(stage));
     list("hazards in", hazard_lines(stage));
     list("contradictions in", stage.conflicts.clone());
     if let Some(why) = &stage.not_lowered {
@@ -156,23 +156,30 @@ fn mib(bytes: u64) -> String {
     if mib < 10.0 { format!("{mib:.1}") } else { format!("{mib:.0}") }
 }
 
+/// Counts first, then tensors, largest first.
+fn limit_lines(stage: &StageReport) -> Vec<String> {
+    let mut limits: Vec<&Excess> = stage.limits.iter().collect();
+    limits.sort_by_key(|excess| (excess.tensor.is_some(), std::cmp::Reverse(excess.asked)));
+    limits.into_iter().map(limit_line).collect()
+}
+
 fn limit_line(excess: &Excess) -> String {
     let Excess { node, op_type, asked, allowed, .. } = excess;
     let tensor = excess.tensor.as_deref().unwrap_or_default();
     let [bytes, most] = [*asked, *allowed].map(ByteSize);
     match excess.limit {
-        Limit::Buffer => format!("{op_type} {node}: {tensor} has {bytes}, and a buffer at most {most}"),
-        Limit::Binding => {
-            format!("{op_type} {node}: {tensor} has {bytes}, and a binding covers at most {most}")
-        }
+        Limit::Buffer => format!("{bytes} {tensor}, at {op_type} {node}: a buffer has at most {most}"),
+        Limit::Binding => format!("{bytes} {tensor}, at {op_type} {node}: a binding covers at most {most}"),
         Limit::StorageBuffers => {
             format!(
-                "{op_type} {node}: {asked} operands and results, and a shader has {allowed} storage buffers"
+                "{asked} operands and results of {op_type} {node}: a shader has {allowed} storage buffers"
             )
         }
-        Limit::F16 => format!(
-            "{asked} tensors in f16, which the device cannot compute in; the first is {tensor} at {op_type} {node}"
-        ),
+        Limit::F16 => {
+            format!(
+                "{asked} tensors in f16, first {tensor} at {op_type} {node}: the device does not compute in f16"
+            )
+        }
     }
 }
 
