@@ -1,9 +1,12 @@
 //! Runs Viaduct bundles: one ONNX Runtime session at a time, on any Vulkan GPU.
 
 pub mod atomic_file;
+pub mod bytes;
 pub mod cli;
 pub mod npy;
 pub mod pipeline;
+pub mod plot;
+pub mod report;
 pub mod runtime;
 pub mod tensor;
 pub mod verify;

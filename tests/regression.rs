@@ -16,6 +16,7 @@ use viaduct::{
     npy,
     tensor::{HostTensor, Values},
 };
+use viaduct_export::onnx::{Attribute, Builder, DType, Dim, Model, Tensor, model_bytes};
 
 const DRAW: &str = "generate -b b -p cat --size 32x32 --steps 1 --seed 1 --ep cpu -o out.png";
 
@@ -27,6 +28,119 @@ fn succeed(directory: &Path, arguments: &str) -> Output {
     let output = run(directory, arguments);
     assert!(output.status.success(), "{arguments}: {}", text(&output.stderr));
     output
+}
+
+/// What `report` finds in a model, stage by stage: `hazards` or `limits`.
+fn findings(model: &Model, device: &str, key: &str) -> Vec<serde_json::Value> {
+    let directory = tempfile::tempdir().unwrap();
+    put(&directory.path().join("m.onnx"), model_bytes(model).unwrap());
+    let output = succeed(directory.path(), &format!("report m.onnx --device {device} --json"));
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    report["stages"][0][key].as_array().unwrap().clone()
+}
+
+fn fixed<const N: usize>(sizes: [usize; N]) -> [Dim; N] {
+    sizes.map(Dim::Fixed)
+}
+
+/// A norm that an exporter wrote out overflows in f16, without a NaN:
+/// <https://github.com/microsoft/onnxruntime/issues/31626>. `report` names the reduction; the fused operator is fine.
+#[test]
+fn bug_2_decomposed_norm_in_f16() {
+    let norm = |dtype| {
+        let mut b = Builder::new("norm");
+        let x = b.input("x", dtype, &fixed([4, 64]));
+        let two = b.scalar(dtype, 2.0);
+        let square = b.op("Pow", &[x, two], &[]);
+        let mean = b.op("ReduceMean", &[square], &[("axes", Attribute::Ints(vec![-1]))]);
+        b.label(mean, "variance");
+        let root = b.op("Sqrt", &[mean], &[]);
+        let y = b.op("Div", &[x, root], &[]);
+        b.output(y, "y", &fixed([4, 64]));
+        let scale = b.constant("scale", Tensor::from_f32(&[64], &[1.0; 64]));
+        let scale = b.cast(scale, dtype);
+        let z = b.op("RMSNormalization", &[x, scale], &[]);
+        b.output(z, "z", &fixed([4, 64]));
+        findings(&b.finish(), "llvmpipe", "hazards")
+    };
+    let found = norm(DType::F16);
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert_eq!(
+        (&found[0]["kind"], &found[0]["op_type"]),
+        (&"f16_squares_summed".into(), &"ReduceMean".into())
+    );
+    assert_eq!(norm(DType::F32).len(), 0);
+}
+
+/// Scales that are computed of one element come out wrong: <https://github.com/microsoft/onnxruntime/issues/27661>.
+/// `report` names the chain's end.
+#[test]
+fn bug_3_float_scalar_chain() {
+    let mut b = Builder::new("scale");
+    let x = b.input("length", DType::I64, &fixed([1]));
+    let mut y = b.cast(x, DType::F32);
+    b.record_shape(y, &fixed([1]));
+    let fifteen = b.constant("fifteen", Tensor::from_f32(&[1], &[15.0]));
+    for (op, operands) in [("Div", vec![fifteen]), ("Ceil", vec![]), ("Sqrt", vec![])] {
+        y = b.op(op, &[vec![y], operands].concat(), &[]);
+        b.record_shape(y, &fixed([1]));
+    }
+    b.output(y, "y", &fixed([1]));
+    let found = findings(&b.finish(), "llvmpipe", "hazards");
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert_eq!(found[0]["what"], "Cast -> Div -> Ceil -> Sqrt on one element");
+    assert_eq!(found[0]["op_type"], "Sqrt");
+}
+
+/// Convolutions over three dimensions in f16 make an invalid shader:
+/// <https://github.com/microsoft/onnxruntime/issues/22974>.
+#[test]
+fn bug_8_conv3d_in_f16() {
+    let mut b = Builder::new("conv");
+    let x = b.input("x", DType::F16, &fixed([1, 4, 3, 8, 8]));
+    let w = b.constant("w", Tensor::from_f16(&[4, 4, 3, 3, 3], &[0.0; 432]));
+    let y = b.op("Conv", &[x, w], &[]);
+    b.output(y, "y", &fixed([1, 4, 1, 6, 6]));
+    let found = findings(&b.finish(), "llvmpipe", "hazards");
+    assert!(found.len() == 1 && found[0]["kind"] == "f16_conv3d", "{found:?}");
+}
+
+/// A Concat of more operands than a shader has storage buffers fails when it runs:
+/// <https://github.com/microsoft/onnxruntime/pull/25177>. `report` counts them before.
+#[test]
+fn bug_12_concat_of_many_operands() {
+    for (count, expected) in [(15, 0), (16, 1), (33, 1)] {
+        let mut b = Builder::new("concat");
+        let inputs: Vec<_> =
+            (0..count).map(|i| b.input(&format!("x{i}"), DType::F32, &fixed([1, 8]))).collect();
+        let y = b.concat(&inputs, 1);
+        b.output(y, "y", &fixed([1, 8 * count]));
+        let found = findings(&b.finish(), "bc250", "limits");
+        assert_eq!(found.len(), expected, "{count}: {found:?}");
+        if let [excess] = &found[..] {
+            assert_eq!((&excess["limit"], &excess["op_type"]), (&"storage_buffers".into(), &"Concat".into()));
+            assert_eq!((&excess["asked"], &excess["allowed"]), (&(count + 1).into(), &16.into()));
+        }
+    }
+}
+
+/// A tensor beyond the binding's limit is told as an opaque out-of-memory when it runs:
+/// <https://github.com/microsoft/onnxruntime/issues/25195>. `report` names it with its bytes.
+#[test]
+fn bug_13_tensor_beyond_the_binding() {
+    let matmul = |rows: usize| {
+        let mut b = Builder::new("matmul");
+        let x = b.input("x", DType::F32, &fixed([rows, 4]));
+        let w = b.input("w", DType::F32, &fixed([4, 1 << 14]));
+        let y = b.matmul(x, w);
+        b.output(y, "y", &fixed([rows, 1 << 14]));
+        b.finish()
+    };
+    assert_eq!(findings(&matmul(1 << 14), "h200", "limits").len(), 0);
+    let found = findings(&matmul(1 << 15), "h200", "limits");
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert_eq!((&found[0]["tensor"], &found[0]["limit"]), (&"y".into(), &"binding".into()));
+    assert_eq!(found[0]["asked"], 1u64 << 31);
 }
 
 /// A silent fall back to the CPU: <https://github.com/peteonrails/voxtype/issues/684>,

@@ -6,10 +6,13 @@ use std::{collections::BTreeMap, path::Path};
 
 use runtime_support::{Net, cases, cpu, int, noise, relative_error, run};
 use viaduct::{
-    runtime::{Device, DeviceKind, Provider, Runtime, RuntimeError, Stage, StageModel, lower, lower_within},
+    runtime::{DeviceKind, Provider, Runtime, RuntimeError, Stage, StageModel, lower, lower_within},
     tensor::HostTensor,
 };
-use viaduct_export::onnx::{DType, Dim, WriteOptions, model_bytes, read_model, write_model};
+use viaduct_export::{
+    device::DeviceProfile,
+    onnx::{DType, Dim, WriteOptions, model_bytes, read_model, write_model},
+};
 
 fn matmul() -> Vec<u8> {
     let mut net = Net::new(DType::F32);
@@ -116,14 +119,14 @@ fn every_operator_runs_in_f16_too() {
 #[test]
 fn attention_stays_fused() {
     let mut runtime = cpu();
-    let device = runtime.device().clone();
-    let run_attention = |runtime: &mut Runtime, dtype, device: &Device| {
+    let device = runtime.device().profile();
+    let run_attention = |runtime: &mut Runtime, dtype, device: &DeviceProfile| {
         let (net, feeds) = cases::attention(dtype, 80, 4, 32);
         let mut model = net.model(&["y"]);
         let lowered = lower(&mut model, device, &BTreeMap::new(), &[]).unwrap();
         (lowered.attention[0].chunks, run(runtime, &model, &feeds, &["y"]).unwrap()[0].to_f32())
     };
-    let unfit = Device { fused_attention: false, ..device.clone() };
+    let unfit = DeviceProfile { fused_attention: false, ..device.clone() };
     let (chunks, expected) = run_attention(&mut runtime, DType::F32, &unfit);
     assert_eq!(chunks, Some(1));
     for (dtype, bar) in [(DType::F32, 1e-6), (DType::F16, 2e-3)] {
@@ -142,7 +145,7 @@ fn the_rows_of_attention_follow_from_recorded_shapes() {
     net.input("q", DType::F16, &joint).input("k", DType::F16, &joint).input("v", DType::F16, &joint);
     net.node("ms.MultiHeadAttention", &["q", "k", "v"], "y", &[("num_heads", int(2))]);
     let mut model = net.model(&["y"]);
-    let unfit = Device { fused_attention: false, ..cpu().device().clone() };
+    let unfit = DeviceProfile { fused_attention: false, ..cpu().device().profile() };
     let dims = BTreeMap::from([("joint_seq".to_owned(), 32)]);
     // 2 heads x 32 keys x 2 bytes for each of 32 rows, in slices of at most 1000 bytes: 7 rows, so 5 slices.
     let lowered = lower_within(&mut model.clone(), &unfit, &dims, &[], 1000).unwrap();

@@ -6,10 +6,13 @@ use std::{path::Path, time::Instant};
 
 use runtime_support::{Net, cases, cpu, float, int, ints, noise, relative_error, run, webgpu};
 use viaduct::{
-    runtime::{Device, RuntimeError, StageModel, attention_self_test, lower, lower_within},
+    runtime::{RuntimeError, StageModel, attention_self_test, lower, lower_within},
     tensor::HostTensor,
 };
-use viaduct_export::onnx::{DType, Tensor, model_bytes};
+use viaduct_export::{
+    device::DeviceProfile,
+    onnx::{DType, Tensor, model_bytes},
+};
 
 /// Every operator of our bundles runs on the device, and agrees with the CPU provider in f32.
 #[test]
@@ -64,7 +67,7 @@ fn webgpu_lowered_attention_agrees_with_the_fused_one() {
         let bytes = 80 * 80 * 4 * if dtype == DType::F16 { 2 } else { 4 };
         for (limit, chunks) in [(u64::MAX, 1), (bytes / 4, 4), (bytes / 10, 10)] {
             let mut model = net.model(&["y"]);
-            let device = Device { fused_attention: false, ..gpu.runtime.device().clone() };
+            let device = DeviceProfile { fused_attention: false, ..gpu.runtime.device().profile() };
             let lowered = lower_within(&mut model, &device, &Default::default(), &[], limit).unwrap();
             assert_eq!(lowered.attention[0].chunks, Some(chunks));
             let start = Instant::now();
@@ -100,7 +103,7 @@ fn webgpu_exposes_inner_values() {
     let mut model = net.model(&["z"]);
     let y = model.graph.find("y").unwrap();
     model.graph[y].ty = model.graph[model.graph.find("q").unwrap()].ty.clone();
-    let device = gpu.runtime.device().clone();
+    let device = gpu.runtime.device().profile();
     let lowered = lower(&mut model, &device, &Default::default(), &["y"]).unwrap();
     assert_eq!(lowered.exposed, ["y"]);
     let values = run(&mut gpu.runtime, &model, &feeds, &["y", "z"]).unwrap();

@@ -46,6 +46,7 @@ fn report(vulkan: &Result<Vec<Adapter>, String>, started: &Result<Runtime, Runti
         "vulkan": adapters.iter().map(adapter_json).collect::<Vec<_>>(),
         "vulkan_problem": vulkan.as_ref().err(),
         "device": started.as_ref().ok().map(|runtime| device_json(runtime.device())),
+        "profile": started.as_ref().ok().map(|runtime| runtime.device().profile()),
         "problem": started.as_ref().err().map(ToString::to_string),
     })
 }
@@ -57,7 +58,7 @@ fn adapter_json(adapter: &Adapter) -> Value {
         "vendor_id": adapter.vendor_id, "device_id": adapter.device_id,
         "api_version": format!("{major}.{minor}.{patch}"), "f16": adapter.f16,
         "subgroup_size": adapter.subgroup_size, "max_storage_buffer_range": adapter.max_storage_buffer_range,
-        "max_storage_buffers": adapter.max_storage_buffers, "local_memory": adapter.local_memory,
+        "max_storage_buffers": adapter.max_storage_buffers, "max_buffer": adapter.max_buffer, "local_memory": adapter.local_memory,
     })
 }
 

@@ -9,6 +9,7 @@ use viaduct_export::{
 use crate::{
     atomic_file::FileError,
     pipeline::{dump::DumpError, flux2::Flux2Error, schedule::ScheduleError, size::SizeError},
+    report::{OverBudget, SizesError},
     runtime::RuntimeError,
     verify::{BarsMissed, VerifyError},
 };
@@ -37,8 +38,14 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     if let Some(DumpError::NotEmpty { .. }) = error.downcast_ref::<DumpError>() {
         return Some(USAGE);
     }
+    if let Some(SizesError::Steps(_) | SizesError::Size(_)) = error.downcast_ref::<SizesError>() {
+        return Some(USAGE);
+    }
     if error.is::<BarsMissed>() {
         return Some(3);
+    }
+    if error.is::<OverBudget>() {
+        return Some(4);
     }
     if let Some(e) = error.downcast_ref::<RuntimeError>() {
         return Some(e.exit_code());

@@ -7,6 +7,7 @@ mod generate;
 mod inspect;
 mod printer;
 mod progress;
+mod report;
 mod verify;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -33,7 +34,7 @@ const EXIT_CODES: &str = "\
 Exit codes:
   0 done   1 failed (a file is corrupt, missing or cannot be written; numbers are not finite or all the same)
   2 usage (a bad flag, value or size; an unknown profile or recipe; the target exists)
-  3 verify: a bar is missed   6 the device is lost, unfit or absent (--ep webgpu without an adapter)
+  3 verify: a bar is missed   4 report: over the budget   6 the device is lost, unfit or absent (--ep webgpu without an adapter)
   130 an export was interrupted";
 
 #[derive(Subcommand)]
@@ -41,6 +42,7 @@ enum Command {
     Export(export::Arguments),
     Generate(generate::Arguments),
     Verify(verify::Arguments),
+    Report(report::Arguments),
     Inspect(inspect::Arguments),
     Doctor(doctor::Arguments),
 }
@@ -99,8 +101,7 @@ pub fn misuse(error: &clap::Error) -> anyhow::Result<()> {
         return printer::print(&text);
     }
     if error.kind() == NoCommand {
-        let message =
-            "no command; `viaduct export`, `generate`, `verify`, `inspect` and `doctor` take --help";
+        let message = "no command; `viaduct export`, `generate`, `verify`, `report`, `inspect` and `doctor` take --help";
         return Err(exit::UsageError(message.to_owned()).into());
     }
     let message = text.split("\n\nUsage:").next().unwrap_or(&text);
@@ -115,6 +116,7 @@ pub fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Export(arguments) => export::run(&arguments),
         Command::Generate(arguments) => generate::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),
+        Command::Report(arguments) => report::run(&arguments),
         Command::Inspect(arguments) => inspect::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
     }
@@ -124,4 +126,12 @@ pub fn run(cli: Cli) -> anyhow::Result<()> {
 fn key_value(text: &str) -> Result<(String, String), String> {
     let (key, value) = text.split_once('=').ok_or("write key=value, for example text_encoder.length=64")?;
     Ok((key.trim().to_owned(), value.trim().to_owned()))
+}
+
+/// `name=N`, as `--dim` takes it.
+fn dimension(text: &str) -> Result<(String, usize), String> {
+    let wrong = "write name=N with a whole number from 1, for example latent_height=64";
+    let (name, size) = text.split_once('=').ok_or(wrong)?;
+    let size = size.trim().parse().ok().filter(|size| *size > 0).ok_or(wrong)?;
+    Ok((name.trim().to_owned(), size))
 }

@@ -38,7 +38,7 @@ impl Runtime {
         let exposed: Vec<&str> = inner.iter().map(String::as_str).collect();
         let sizes = binding.sizes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect();
         let unfit = |e| RuntimeError::Lower { stage: name.to_owned(), source: Box::new(e) };
-        lower(&mut model, self.device(), &sizes, &exposed).map_err(unfit)?;
+        lower(&mut model, &self.device().profile(), &sizes, &exposed).map_err(unfit)?;
         self.open_model(name, model)
     }
 }

@@ -3,10 +3,13 @@
 use std::{cmp::Reverse, fmt, str::FromStr};
 
 use ort::{device::Device as OrtDevice, memory::DeviceType};
+use sysinfo::System;
+use viaduct_export::device::DeviceProfile;
 
 use super::{
     Adapter, RuntimeError,
     env::{self, Env},
+    selftest::may_fuse_attention,
     vulkan,
 };
 
@@ -91,6 +94,46 @@ pub struct Device {
     pub plugin_version: Option<String>,
     /// Why [`Provider::Auto`] chose the CPU.
     pub note: Option<String>,
+}
+
+impl Device {
+    /// What graphs and plans need to know of the device.
+    pub fn profile(&self) -> DeviceProfile {
+        match &self.adapter {
+            Some(adapter) => adapter.profile(self.fused_attention),
+            None => this_cpu(),
+        }
+    }
+}
+
+/// The CPU provider on this machine.
+fn this_cpu() -> DeviceProfile {
+    DeviceProfile::cpu(machine_memory())
+}
+
+/// Bytes of this machine's memory; 1 where the system does not tell, so that a plan asks for a budget.
+fn machine_memory() -> u64 {
+    let Ok(mut system) = System::new() else { return 1 };
+    system.refresh_memory();
+    system.total_memory().max(1)
+}
+
+/// The device that this machine would run graphs on, found out without ONNX Runtime: the adapter that Dawn would take,
+/// or the CPU provider where there is none. Whether fused attention is right is not measured but expected of adapters
+/// that may pass the self-test.
+pub fn expected_profile(provider: Provider) -> Result<DeviceProfile, RuntimeError> {
+    if provider == Provider::Cpu {
+        return Ok(this_cpu());
+    }
+    match vulkan::adapters() {
+        Ok(mut adapters) => {
+            adapters.sort_by_key(|adapter| adapter.kind);
+            let adapter = adapters.swap_remove(0);
+            Ok(adapter.profile(may_fuse_attention(adapter.kind, adapter.subgroup_size)))
+        }
+        Err(reason) if provider == Provider::WebGpu => Err(RuntimeError::NoAdapter { reason }),
+        Err(_) => Ok(this_cpu()),
+    }
 }
 
 impl fmt::Display for Device {

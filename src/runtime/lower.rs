@@ -6,14 +6,17 @@
 
 use std::collections::BTreeMap;
 
-use viaduct_export::onnx::{Attribute, DType, Dim, Graph, Model, Node, NodeId, Tensor, ValueId, ValueType};
-
-use super::Device;
+use viaduct_export::{
+    device::DeviceProfile,
+    onnx::{Attribute, DType, Dim, Graph, Model, Node, NodeId, Tensor, ValueId, ValueType},
+};
 
 /// The largest score tensor, in bytes: WebGPU promises that a binding may cover this much.
 pub const SCORE_LIMIT: u64 = 128 << 20;
 /// Operands of one Concat. Each takes a storage buffer, and adapters have as few as ten.
 const CONCAT_OPERANDS: usize = 8;
+/// Slices of one attention. Each is a handful of nodes; no picture that a device can hold needs as many.
+const MAX_SLICES: usize = 1 << 12;
 
 /// Why a graph cannot be lowered.
 #[derive(Debug, thiserror::Error)]
@@ -49,7 +52,7 @@ pub struct Attention {
 /// become outputs.
 pub fn lower(
     model: &mut Model,
-    device: &Device,
+    device: &DeviceProfile,
     dims: &BTreeMap<String, usize>,
     expose: &[&str],
 ) -> Result<Lowered, LowerError> {
@@ -59,14 +62,14 @@ pub fn lower(
 /// [`lower`] with a limit of its own for the score tensor, in bytes.
 pub fn lower_within(
     model: &mut Model,
-    device: &Device,
+    device: &DeviceProfile,
     dims: &BTreeMap<String, usize>,
     expose: &[&str],
     score_limit: u64,
 ) -> Result<Lowered, LowerError> {
     let mut lowered = Lowered::default();
-    let binding = device.adapter.as_ref().map_or(u64::MAX, |a| a.max_storage_buffer_range);
-    let plans = attentions(&model.graph, dims, device.fused_attention, score_limit.min(binding))?;
+    let limit = score_limit.min(device.max_binding);
+    let plans = attentions(&model.graph, dims, device.fused_attention, limit)?;
     for plan in plans {
         lowered.attention.push(plan.outcome());
         if let Form::Written(written) = &plan.form {
@@ -169,11 +172,15 @@ fn written(
             1.0 / (width as f32 / heads as f32).sqrt()
         }
     };
-    let row_bytes = heads as u64 * keys as u64 * if dtype == DType::F16 { 2 } else { 4 };
+    let element = if dtype == DType::F16 { 2 } else { 4 };
+    let row_bytes = (heads as u64).saturating_mul(keys as u64).saturating_mul(element);
     // Slices of one size, up to the last: each size is a shader of its own.
     let most = usize::try_from(limit / row_bytes.max(1)).unwrap_or(usize::MAX).clamp(1, rows.max(1));
     let slice = rows.max(1).div_ceil(rows.max(1).div_ceil(most));
-    let score_bytes = slice as u64 * row_bytes;
+    if rows.div_ceil(slice) > MAX_SLICES {
+        return Err(unsupported("its sizes are absurd: thousands of slices would be needed"));
+    }
+    let score_bytes = (slice as u64).saturating_mul(row_bytes);
     Ok(Written { inputs: [*q, *k, *v], output: *output, heads, scale, dtype, rows, slice, score_bytes })
 }
 

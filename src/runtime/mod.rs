@@ -17,7 +17,7 @@ mod stage;
 mod vulkan;
 
 pub use bundle::Binding;
-pub use device::{Device, DeviceKind, Provider, Runtime, RuntimeOptions};
+pub use device::{Device, DeviceKind, Provider, Runtime, RuntimeOptions, expected_profile};
 pub use error::RuntimeError;
 pub use exit::{exit, make_file_limits_errors};
 pub use lower::{Attention, LowerError, Lowered, SCORE_LIMIT, lower, lower_within};

@@ -21,11 +21,15 @@ const SMALLEST_SUBGROUP: u32 = 32;
 pub fn attention_self_test(runtime: &mut Runtime) -> Result<bool, RuntimeError> {
     let device = &runtime.device;
     if device.provider == Provider::WebGpu {
-        let hopeful = device.kind != DeviceKind::Software
-            && device.subgroup_size.is_some_and(|s| s >= SMALLEST_SUBGROUP);
+        let hopeful = may_fuse_attention(device.kind, device.subgroup_size.unwrap_or(0));
         runtime.device.fused_attention = hopeful && fused_attention_is_right(runtime)?;
     }
     Ok(runtime.device.fused_attention)
+}
+
+/// Whether an adapter may pass the self-test.
+pub(super) fn may_fuse_attention(kind: DeviceKind, subgroup_size: u32) -> bool {
+    kind != DeviceKind::Software && subgroup_size >= SMALLEST_SUBGROUP
 }
 
 fn fused_attention_is_right(runtime: &mut Runtime) -> Result<bool, RuntimeError> {

@@ -6,8 +6,13 @@ use std::{
 };
 
 use ash::{Entry, Instance, vk};
+use viaduct_export::device::{DAWN_STORAGE_BUFFERS, DeviceProfile, NVIDIA_BINDING, Provider};
 
 use super::DeviceKind;
+
+const NVIDIA: u32 = 0x10de;
+/// The largest buffer that Vulkan promises on every device.
+const PROMISED_BUFFER: u64 = 1 << 30;
 
 /// A physical device as its Vulkan driver describes it.
 #[derive(Clone, Debug)]
@@ -25,8 +30,31 @@ pub struct Adapter {
     /// The largest range of a buffer that one binding of a shader may cover, in bytes.
     pub max_storage_buffer_range: u64,
     pub max_storage_buffers: u32,
+    /// Bytes of the largest buffer.
+    pub max_buffer: u64,
     /// Bytes of all heaps that are local to the device.
     pub local_memory: u64,
+}
+
+impl Adapter {
+    /// The adapter as graphs and plans see it: its limits as Dawn passes them on.
+    pub fn profile(&self, fused_attention: bool) -> DeviceProfile {
+        let driver = if self.vendor_id == NVIDIA { NVIDIA_BINDING } else { u64::MAX };
+        let max_binding = self.max_storage_buffer_range.min(self.max_buffer).min(driver);
+        DeviceProfile {
+            name: self.name.clone(),
+            provider: Provider::WebGpu,
+            unified_memory: matches!(self.kind, DeviceKind::Integrated | DeviceKind::Software),
+            memory: self.local_memory,
+            f16: self.f16,
+            subgroup_size: self.subgroup_size,
+            // Ranges are bound in multiples of 4 bytes.
+            max_binding: max_binding & !3,
+            max_buffer: self.max_buffer,
+            max_storage_buffers: self.max_storage_buffers.min(DAWN_STORAGE_BUFFERS),
+            fused_attention,
+        }
+    }
 }
 
 /// The adapters of this machine in the order in which the loader lists them, or why there are none.
@@ -56,8 +84,13 @@ pub fn adapters() -> Result<Vec<Adapter>, String> {
 unsafe fn describe(instance: &Instance, device: vk::PhysicalDevice) -> Adapter {
     let mut subgroup = vk::PhysicalDeviceSubgroupProperties::default();
     let mut driver = vk::PhysicalDeviceDriverProperties::default();
-    let mut properties =
-        vk::PhysicalDeviceProperties2::default().push_next(&mut subgroup).push_next(&mut driver);
+    let mut allocations = vk::PhysicalDeviceMaintenance3Properties::default();
+    let mut buffers = vk::PhysicalDeviceMaintenance4Properties::default();
+    let mut properties = vk::PhysicalDeviceProperties2::default()
+        .push_next(&mut subgroup)
+        .push_next(&mut driver)
+        .push_next(&mut allocations)
+        .push_next(&mut buffers);
     let mut float16 = vk::PhysicalDeviceShaderFloat16Int8Features::default();
     let mut features = vk::PhysicalDeviceFeatures2::default().push_next(&mut float16);
     // SAFETY: by the caller's promise; the chained structures are live, and ones unknown to a driver stay zero.
@@ -68,6 +101,7 @@ unsafe fn describe(instance: &Instance, device: vk::PhysicalDevice) -> Adapter {
     };
     let heaps = &memory.memory_heaps[..memory.memory_heap_count as usize];
     let version = core.api_version;
+    let largest = [buffers.max_buffer_size, allocations.max_memory_allocation_size, PROMISED_BUFFER];
     Adapter {
         name: text(&core.device_name),
         vendor_id: core.vendor_id,
@@ -88,6 +122,7 @@ unsafe fn describe(instance: &Instance, device: vk::PhysicalDevice) -> Adapter {
         subgroup_size: subgroup.subgroup_size,
         max_storage_buffer_range: u64::from(core.limits.max_storage_buffer_range),
         max_storage_buffers: core.limits.max_per_stage_descriptor_storage_buffers,
+        max_buffer: largest.into_iter().find(|bytes| *bytes > 0).unwrap_or(PROMISED_BUFFER),
         local_memory: heaps
             .iter()
             .filter(|h| h.flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL))

@@ -1,5 +1,13 @@
 //! Memory of a stage, known before it runs: a pure function of graph, sizes and device.
 
+mod hazards;
+mod limits;
+mod quadratic;
+
+pub use hazards::{Hazard, hazards};
+pub use limits::{Excess, Limit, excesses};
+pub use quadratic::{Quadratic, quadratic, symbols};
+
 use crate::{
     device::DeviceProfile,
     onnx::Model,
