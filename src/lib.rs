@@ -5,6 +5,7 @@ pub mod bytes;
 pub mod cli;
 pub mod npy;
 pub mod pipeline;
+pub mod plan;
 pub mod plot;
 pub mod report;
 pub mod runtime;

@@ -1,0 +1,261 @@
+//! The plan of a run: how each stage is set so that it fits the memory there is, decided before anything is allocated.
+//!
+//! A stage has a few settings that trade speed for memory. They are tried from the fastest on, and the first that fits
+//! is taken. What fits with none of them is refused, with the largest offender and the nearest size that would fit.
+
+mod budget;
+
+use std::fmt;
+
+use serde::Serialize;
+use viaduct_export::{
+    device::DeviceProfile,
+    memory::{BufferCache, Predicted, StageMemory, TensorUse, analyse},
+    onnx::Model,
+    shapes::{Shapes, Sizes},
+};
+
+pub use self::budget::Budget;
+use crate::{
+    bytes::ByteSize,
+    runtime::{LowerError, Lowered, SCORE_LIMIT, lower_within},
+};
+
+/// Halvings of the chunks that are tried. Smaller ones than an eighth cost much time and save little.
+const HALVINGS: u32 = 3;
+
+/// How one stage is set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Settings {
+    /// Bytes of the largest score tensor of an attention that is written out.
+    pub score_limit: u64,
+    /// Times that the chunks of an attention which the host drives are halved.
+    pub halvings: u32,
+    pub cache: BufferCache,
+}
+
+impl Default for Settings {
+    fn default() -> Settings {
+        Settings { score_limit: SCORE_LIMIT, halvings: 0, cache: BufferCache::default() }
+    }
+}
+
+impl Settings {
+    /// All settings, the fastest first.
+    fn all() -> impl Iterator<Item = Settings> {
+        let caches = [BufferCache::Simple, BufferCache::LazyRelease];
+        caches.into_iter().flat_map(|cache| {
+            (0..=HALVINGS).map(move |halvings| Settings {
+                score_limit: SCORE_LIMIT >> halvings,
+                halvings,
+                cache,
+            })
+        })
+    }
+
+    /// Rows per chunk, of `rows` that are usual.
+    pub fn rows(&self, rows: usize) -> usize {
+        (rows >> self.halvings).max(1)
+    }
+}
+
+/// One graph of what is planned.
+pub struct StageGraph<'a> {
+    pub name: &'a str,
+    /// As the bundle has it, for any device.
+    pub model: &'a Model,
+}
+
+/// One stage of the plan.
+#[derive(Clone, Debug, Serialize)]
+pub struct PlannedStage {
+    pub name: String,
+    pub settings: Settings,
+    pub predicted: Predicted,
+    /// The largest activation.
+    pub largest: Option<TensorUse>,
+    /// Whether every tensor's size is known; where not, the prediction is too small.
+    pub complete: bool,
+}
+
+/// How all stages are set, and what they take.
+#[derive(Clone, Debug, Serialize)]
+pub struct Plan {
+    pub budget: Budget,
+    pub stages: Vec<PlannedStage>,
+    /// Whether the sessions of all stages fit beside each other, so that they could stay loaded.
+    pub may_stay_loaded: bool,
+}
+
+/// A stage that fits with no setting.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub struct OverBudget {
+    /// What was planned: `1024x1024`, or a file's name.
+    pub what: String,
+    pub stage: String,
+    pub predicted: Predicted,
+    pub budget: Budget,
+    /// The largest activation, in words.
+    pub largest: Option<String>,
+    /// What fits instead, in words.
+    pub nearest: Option<String>,
+}
+
+impl fmt::Display for OverBudget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let OverBudget { what, stage, predicted, budget, largest, nearest } = self;
+        write!(f, "{what} needs {} in {stage}", ByteSize(budget.counted(*predicted)))?;
+        write!(f, " (device {}, host {})", ByteSize(predicted.device), ByteSize(predicted.host))?;
+        write!(f, ", more than {budget}")?;
+        if let Some(tensor) = largest {
+            write!(f, "; its largest tensor is {tensor}")?;
+        }
+        match nearest {
+            Some(nearest) => write!(f, "; {nearest} fits"),
+            None => write!(f, "; no smaller size fits"),
+        }
+    }
+}
+
+/// Fits a graph to the device under the settings, and analyses it.
+pub fn analyse_stage(
+    model: &mut Model,
+    sizes: &Sizes,
+    device: &DeviceProfile,
+    settings: &Settings,
+) -> (Result<Lowered, LowerError>, StageMemory, Shapes) {
+    let lowered = lower_within(model, device, sizes, &[], settings.score_limit);
+    let (memory, shapes) = analyse(model, sizes, device, settings.cache);
+    (lowered, memory, shapes)
+}
+
+impl Plan {
+    /// Plans all stages. `sizes` gives the graphs' symbols for a number of halvings of chunks.
+    pub fn new(
+        graphs: &[StageGraph<'_>],
+        sizes: &dyn Fn(&Settings) -> Sizes,
+        device: &DeviceProfile,
+        budget: Budget,
+    ) -> Plan {
+        let stages: Vec<_> = graphs.iter().map(|graph| plan_stage(graph, sizes, device, budget)).collect();
+        let may_stay_loaded = budget.holds(all_loaded(&stages));
+        Plan { budget, stages, may_stay_loaded }
+    }
+
+    pub fn stage(&self, name: &str) -> Option<&PlannedStage> {
+        self.stages.iter().find(|stage| stage.name == name)
+    }
+
+    /// How a stage is set; the default for one that was not planned.
+    pub fn settings(&self, name: &str) -> Settings {
+        self.stage(name).map(|stage| stage.settings).unwrap_or_default()
+    }
+
+    /// The stage with the largest counted peak.
+    pub fn largest(&self) -> Option<&PlannedStage> {
+        self.stages.iter().rev().max_by_key(|stage| self.budget.counted(stage.predicted))
+    }
+
+    /// The stage that exceeds the budget most, if one does.
+    pub fn offender(&self) -> Option<&PlannedStage> {
+        self.largest().filter(|stage| !self.budget.holds(stage.predicted))
+    }
+
+    /// Refuses if a stage does not fit. `what` was planned; `nearest` looks for what would fit.
+    pub fn check(&self, what: &str, nearest: impl FnOnce() -> Option<String>) -> Result<(), OverBudget> {
+        let Some(stage) = self.offender() else { return Ok(()) };
+        Err(OverBudget {
+            what: what.to_owned(),
+            stage: stage.name.clone(),
+            predicted: stage.predicted,
+            budget: self.budget,
+            largest: stage.largest.as_ref().map(in_words),
+            nearest: nearest(),
+        })
+    }
+
+    /// Why stages are not set as they usually are: a line for each.
+    pub fn choices(&self) -> Vec<String> {
+        let changed = self.stages.iter().filter(|stage| stage.settings != Settings::default());
+        changed.map(|stage| format!("{}: {}", stage.name, choice(&stage.settings, self.budget))).collect()
+    }
+}
+
+fn choice(settings: &Settings, budget: Budget) -> String {
+    let mut parts = Vec::new();
+    if settings.halvings > 0 {
+        parts.push(format!("attention in chunks of 1/{} of the usual size", 1 << settings.halvings));
+    }
+    if settings.cache != BufferCache::default() {
+        parts.push("buffers are given back instead of kept for the next step".to_owned());
+    }
+    format!("{}, slower, to stay below {budget}", parts.join(" and "))
+}
+
+/// `scores [1,1,16384,16384] f16, 512 MiB`
+pub fn in_words(tensor: &TensorUse) -> String {
+    let shape: Vec<String> = tensor.shape.iter().map(usize::to_string).collect();
+    format!("{} [{}] {}, {}", tensor.name, shape.join(","), tensor.dtype, ByteSize(tensor.bytes))
+}
+
+/// The first settings under which a stage fits; those with the smallest peak if there are none.
+fn plan_stage(
+    graph: &StageGraph<'_>,
+    sizes: &dyn Fn(&Settings) -> Sizes,
+    device: &DeviceProfile,
+    budget: Budget,
+) -> PlannedStage {
+    let mut best: Option<PlannedStage> = None;
+    for settings in Settings::all() {
+        let mut model = graph.model.clone();
+        let (_, memory, _) = analyse_stage(&mut model, &sizes(&settings), device, &settings);
+        let planned = PlannedStage {
+            name: graph.name.to_owned(),
+            settings,
+            predicted: memory.predicted,
+            complete: memory.unknown.is_empty(),
+            largest: memory.largest.into_iter().next(),
+        };
+        if budget.holds(planned.predicted) {
+            return planned;
+        }
+        // Equal peaks: the faster setting stays.
+        let smaller =
+            |best: &PlannedStage| budget.counted(planned.predicted) < budget.counted(best.predicted);
+        if best.as_ref().is_none_or(smaller) {
+            best = Some(planned);
+        }
+    }
+    best.expect("there is at least one setting")
+}
+
+/// All sessions at once: what each takes between runs is at most its peak.
+fn all_loaded(stages: &[PlannedStage]) -> Predicted {
+    stages.iter().fold(Predicted::default(), |sum, stage| Predicted {
+        device: sum.device.saturating_add(stage.predicted.device),
+        host: sum.host.saturating_add(stage.predicted.host),
+    })
+}
+
+/// The largest value in `1..below` for which something holds, if it holds for small ones and not for large ones.
+pub fn largest_that(below: usize, holds: impl Fn(usize) -> bool) -> Option<usize> {
+    let (mut good, mut bad) = (0, below);
+    while bad - good > 1 {
+        let middle = good + (bad - good) / 2;
+        if holds(middle) { good = middle } else { bad = middle }
+    }
+    (good > 0).then_some(good)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bisection_finds_the_last_that_holds() {
+        assert_eq!(largest_that(100, |n| n <= 37), Some(37));
+        assert_eq!(largest_that(100, |_| true), Some(99));
+        assert_eq!(largest_that(100, |_| false), None);
+        assert_eq!(largest_that(1, |_| true), None);
+    }
+}
