@@ -87,7 +87,7 @@ pub fn to_bytes(tensor: &HostTensor) -> Vec<u8> {
         Values::F32(v) => ("<f4", v.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>()),
         Values::F16(v) => ("<f2", v.iter().flat_map(|x| x.to_le_bytes()).collect()),
         Values::I64(v) => ("<i8", v.iter().flat_map(|x| x.to_le_bytes()).collect()),
-        Values::U8(v) => ("|u1", v.clone()),
+        Values::U8(v) => ("|u1", v.to_vec()),
     };
     let mut bytes = header::to_bytes(descr, &tensor.shape);
     bytes.extend(data);
@@ -127,15 +127,19 @@ impl Layout {
         }
         let fortran = self.header.fortran_order;
         let values = match self.dtype {
-            Dtype::F32 => Values::F32(elements(data, shape, fortran, f32::from_le_bytes)),
-            Dtype::F64 => Values::F32(elements(data, shape, fortran, |b| f64::from_le_bytes(b) as f32)),
-            Dtype::F16 => Values::F16(elements(data, shape, fortran, f16::from_le_bytes)),
-            Dtype::I64 => Values::I64(elements(data, shape, fortran, i64::from_le_bytes)),
-            Dtype::I32 => Values::I64(elements(data, shape, fortran, |b| i32::from_le_bytes(b).into())),
-            Dtype::U8 => Values::U8(elements(data, shape, fortran, |[b]| b)),
+            Dtype::F32 => Values::F32(elements(data, shape, fortran, f32::from_le_bytes).into()),
+            Dtype::F64 => {
+                Values::F32(elements(data, shape, fortran, |b| f64::from_le_bytes(b) as f32).into())
+            }
+            Dtype::F16 => Values::F16(elements(data, shape, fortran, f16::from_le_bytes).into()),
+            Dtype::I64 => Values::I64(elements(data, shape, fortran, i64::from_le_bytes).into()),
+            Dtype::I32 => {
+                Values::I64(elements(data, shape, fortran, |b| i32::from_le_bytes(b).into()).into())
+            }
+            Dtype::U8 => Values::U8(elements(data, shape, fortran, |[b]| b).into()),
             Dtype::Bool => match data.iter().find(|b| **b > 1) {
                 Some(b) => return Err(FormatError::Boolean(*b)),
-                None => Values::U8(elements(data, shape, fortran, |[b]| b)),
+                None => Values::U8(elements(data, shape, fortran, |[b]| b).into()),
             },
         };
         Ok(HostTensor::new(shape, values))

@@ -108,7 +108,7 @@ fn ids_and_rotary_tables_are_the_reference() {
     let noise = tensor(folder, "noise_nchw");
     let image = image_ids(0, noise.shape[2], noise.shape[3]);
     let length = request(folder)["text_length"].as_u64().unwrap() as usize;
-    let flat = |ids: &[[i64; 4]]| Values::I64(ids.as_flattened().to_vec());
+    let flat = |ids: &[[i64; 4]]| Values::I64(ids.as_flattened().to_vec().into());
     assert_eq!(flat(&image), tensor(folder, "img_ids").values);
 
     let tables = |numbering| {

@@ -225,7 +225,10 @@ fn bug_25_padding_rows() {
     for (row, _) in mask.iter().enumerate().filter(|(_, mask)| **mask == 0.0) {
         values[row * width..][..width].fill(0.0);
     }
-    put(&oracle.join("prompt_embeds.npy"), npy::to_bytes(&HostTensor::new(&shape, Values::F32(values))));
+    put(
+        &oracle.join("prompt_embeds.npy"),
+        npy::to_bytes(&HostTensor::new(&shape, Values::F32(values.into()))),
+    );
     let output = run(directory.path(), "verify b --oracle o --ep cpu");
     assert_eq!(output.status.code(), Some(3), "{}", text(&output.stderr));
     assert!(

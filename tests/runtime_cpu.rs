@@ -28,7 +28,9 @@ fn matmul() -> Vec<u8> {
 }
 
 fn open(runtime: &mut Runtime) -> Stage<'_> {
-    runtime.open(StageModel { name: "toy", bytes: matmul(), folder: Path::new(".") }).unwrap()
+    runtime
+        .open(StageModel { name: "toy", bytes: matmul(), folder: Path::new("."), cache: Default::default() })
+        .unwrap()
 }
 
 #[test]
@@ -88,8 +90,15 @@ fn wrong_inputs_are_named() {
 
 #[test]
 fn a_broken_model_names_its_stage() {
-    let error =
-        cpu().open(StageModel { name: "toy", bytes: vec![1, 2, 3], folder: Path::new(".") }).err().unwrap();
+    let error = cpu()
+        .open(StageModel {
+            name: "toy",
+            bytes: vec![1, 2, 3],
+            folder: Path::new("."),
+            cache: Default::default(),
+        })
+        .err()
+        .unwrap();
     assert!(error.to_string().starts_with("stage toy: the session could not be made"), "{error}");
     assert_eq!(error.exit_code(), 1);
 }

@@ -38,7 +38,9 @@ fn probe() {
     graph.add_node(Node { op_type: "Neg".to_owned(), inputs, outputs, ..Node::default() });
     let opsets = vec![(String::new(), 23)];
     let bytes = model_bytes(&Model { graph, ir_version: 11, opsets, ..Model::default() }).unwrap();
-    let mut stage = runtime.open(StageModel { name: "toy", bytes, folder: Path::new(".") }).unwrap();
+    let mut stage = runtime
+        .open(StageModel { name: "toy", bytes, folder: Path::new("."), cache: Default::default() })
+        .unwrap();
     let y = stage.run(&[("x", &HostTensor::f32(&[2], vec![1.0, 2.0]))], &["y"]).unwrap();
     println!("ran {:?}", y[0].to_f32());
 }

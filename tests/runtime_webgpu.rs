@@ -51,7 +51,11 @@ fn webgpu_refuses_nodes_on_the_cpu() {
     let mut net = Net::new(DType::F32);
     net.x("x", &[4]).node("Sin", &["x"], "y", &[]);
     let bytes = model_bytes(&net.model(&["y"])).unwrap();
-    let error = gpu.runtime.open(StageModel { name: "toy", bytes, folder: Path::new(".") }).err().unwrap();
+    let error = gpu
+        .runtime
+        .open(StageModel { name: "toy", bytes, folder: Path::new("."), cache: Default::default() })
+        .err()
+        .unwrap();
     assert!(matches!(&error, RuntimeError::CpuNodes { nodes, .. } if nodes == &["Sin Sin_y"]), "{error}");
     assert_eq!(error.exit_code(), 6);
 }
@@ -133,7 +137,12 @@ fn webgpu_sessions_come_and_go() {
     for round in 0..10 {
         let start = Instant::now();
         for (bytes, first) in nets.iter().zip(&mut first) {
-            let model = StageModel { name: "toy", bytes: bytes.clone(), folder: Path::new(".") };
+            let model = StageModel {
+                name: "toy",
+                bytes: bytes.clone(),
+                folder: Path::new("."),
+                cache: Default::default(),
+            };
             let mut stage = gpu.runtime.open(model).unwrap();
             stage.bind("x", &x).unwrap();
             for _ in 0..2 {

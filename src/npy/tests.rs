@@ -39,12 +39,12 @@ fn every_dtype() {
     let f32s = |v: &[f32]| Ok(HostTensor::f32(&[v.len()], v.to_vec()));
     assert_eq!(parse("<f4", "(1,)", &1.5f32.to_le_bytes()), f32s(&[1.5]));
     assert_eq!(parse("<f8", "(1,)", &0.1f64.to_le_bytes()), f32s(&[0.1]));
-    let half = Values::F16(vec![f16::from_f32(-2.0)]);
+    let half = Values::F16(vec![f16::from_f32(-2.0)].into());
     assert_eq!(parse("<f2", "(1,)", &[0, 0xc0]), Ok(HostTensor::new(&[1], half)));
     assert_eq!(parse("<i8", "()", &(-3i64).to_le_bytes()), Ok(HostTensor::i64(&[], vec![-3])));
     assert_eq!(parse("<i4", "(1, 1)", &(-3i32).to_le_bytes()), Ok(HostTensor::i64(&[1, 1], vec![-3])));
-    assert_eq!(parse("|u1", "(2,)", &[0, 255]), Ok(HostTensor::new(&[2], Values::U8(vec![0, 255]))));
-    assert_eq!(parse("|b1", "(2,)", &[0, 1]), Ok(HostTensor::new(&[2], Values::U8(vec![0, 1]))));
+    assert_eq!(parse("|u1", "(2,)", &[0, 255]), Ok(HostTensor::new(&[2], Values::U8(vec![0, 255].into()))));
+    assert_eq!(parse("|b1", "(2,)", &[0, 1]), Ok(HostTensor::new(&[2], Values::U8(vec![0, 1].into()))));
     assert_eq!(parse("|b1", "(2,)", &[0, 2]), Err(FormatError::Boolean(2)));
     for descr in [">f4", "<c8", "<U3", "|O", "f4", "<i2", ""] {
         assert_eq!(parse(descr, "(1,)", &[0; 4]), Err(FormatError::Dtype(descr.to_string())));
@@ -54,16 +54,16 @@ fn every_dtype() {
 #[test]
 fn fortran_order_becomes_row_major() {
     let tensor = from_bytes(&file(1, &header("|u1", "True", "(2, 3)"), &[0, 3, 1, 4, 2, 5]));
-    assert_eq!(tensor, Ok(HostTensor::new(&[2, 3], Values::U8(vec![0, 1, 2, 3, 4, 5]))));
+    assert_eq!(tensor, Ok(HostTensor::new(&[2, 3], Values::U8(vec![0, 1, 2, 3, 4, 5].into()))));
     let empty = from_bytes(&file(1, &header("|u1", "True", "(2, 0, 3)"), &[]));
-    assert_eq!(empty, Ok(HostTensor::new(&[2, 0, 3], Values::U8(vec![]))));
+    assert_eq!(empty, Ok(HostTensor::new(&[2, 0, 3], Values::U8(vec![].into()))));
     let scalar = from_bytes(&file(1, &header("|u1", "True", "()"), &[7]));
-    assert_eq!(scalar, Ok(HostTensor::new(&[], Values::U8(vec![7]))));
+    assert_eq!(scalar, Ok(HostTensor::new(&[], Values::U8(vec![7].into()))));
 }
 
 #[test]
 fn later_versions_and_other_spellings() {
-    let expected = Ok(HostTensor::new(&[2], Values::U8(vec![1, 2])));
+    let expected = Ok(HostTensor::new(&[2], Values::U8(vec![1, 2].into())));
     for version in [1, 2, 3] {
         assert_eq!(from_bytes(&file(version, &header("|u1", "False", "(2,)"), &[1, 2])), expected);
     }

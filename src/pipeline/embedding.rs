@@ -44,7 +44,7 @@ pub fn gather_rows(path: &Path, table: &Embedding, ids: &HostTensor) -> Result<H
     };
     let Values::I64(ids) = &ids.values else { return Err(EmbeddingError::IdType) };
     let mut values = Vec::with_capacity(ids.len() * table.width);
-    for id in ids {
+    for id in ids.iter() {
         let row = usize::try_from(*id).ok().filter(|row| *row < table.rows);
         let row = row.ok_or(EmbeddingError::Id { id: *id, rows: table.rows })?;
         let bytes = &map[row * row_bytes..][..row_bytes];

@@ -274,7 +274,7 @@ mod tests {
         values[3] = f32::NEG_INFINITY;
         let error = check_finite("sampler", Some(2), &tensor(&values)).unwrap_err();
         assert_eq!(error.to_string(), "sampler, step 2: 1 NaN and 2 infinite values of 6");
-        let half = HostTensor::new(&[1], Values::F16(vec![f16::NAN]));
+        let half = HostTensor::new(&[1], Values::F16(vec![f16::NAN].into()));
         let error = check_varied("decoder", None, &half).unwrap_err();
         assert_eq!(error.to_string(), "decoder: 1 NaN and 0 infinite values of 1");
         assert!(check_finite("ids", None, &HostTensor::i64(&[1], vec![7])).is_ok());

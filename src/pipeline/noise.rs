@@ -73,10 +73,10 @@ fn transposed(values: &Values, rows: usize, columns: usize) -> Values {
         (0..columns).flat_map(|c| (0..rows).map(move |r| v[r * columns + c])).collect()
     }
     match values {
-        Values::F32(v) => Values::F32(flip(v, rows, columns)),
-        Values::F16(v) => Values::F16(flip(v, rows, columns)),
-        Values::I64(v) => Values::I64(flip(v, rows, columns)),
-        Values::U8(v) => Values::U8(flip(v, rows, columns)),
+        Values::F32(v) => Values::F32(flip(v, rows, columns).into()),
+        Values::F16(v) => Values::F16(flip(v, rows, columns).into()),
+        Values::I64(v) => Values::I64(flip(v, rows, columns).into()),
+        Values::U8(v) => Values::U8(flip(v, rows, columns).into()),
     }
 }
 

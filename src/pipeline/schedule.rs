@@ -102,7 +102,7 @@ impl Schedule {
             return Err(ScheduleError::NotF32 { step, what: "the velocity" });
         };
         let dt = self.sigmas[step + 1] - self.sigmas[step];
-        for (x, v) in x.iter_mut().zip(v) {
+        for (x, v) in x.to_mut().iter_mut().zip(v.iter()) {
             *x += dt * v;
         }
         Ok(())

@@ -2,17 +2,35 @@
 
 use viaduct_export::{
     bundle::Bundle,
+    memory::BufferCache,
     onnx::{DType, Value, ValueType, read_model},
 };
 
-use super::{Runtime, RuntimeError, Stage, lower::lower};
+use super::{Runtime, RuntimeError, SCORE_LIMIT, Stage, lower::lower_within};
 
 /// How a stage is to be opened.
 pub struct Binding<'a> {
     /// Sizes of the graph's named dimensions, where they are known.
     pub sizes: &'a [(&'a str, usize)],
-    /// Values inside the graph that become outputs, by name.
-    pub exposed: fn(&str) -> bool,
+    /// Values inside the graph that become outputs: those whose name begins with one of these.
+    pub exposed: &'a [&'a str],
+    /// Bytes of the largest score tensor of an attention that is written out.
+    pub score_limit: u64,
+    pub cache: BufferCache,
+    /// Bytes that the plan predicts for the stage's process, for whoever watches it.
+    pub planned: Option<u64>,
+}
+
+impl Default for Binding<'_> {
+    fn default() -> Self {
+        Binding {
+            sizes: &[],
+            exposed: &[],
+            score_limit: SCORE_LIMIT,
+            cache: BufferCache::default(),
+            planned: None,
+        }
+    }
 }
 
 impl Runtime {
@@ -32,14 +50,15 @@ impl Runtime {
             let (stage, adapter) = (name.to_owned(), self.device().name.clone());
             return Err(RuntimeError::NoF16 { stage, adapter });
         }
-        let inner =
-            graph.values().filter(|(id, value)| (binding.exposed)(&value.name) && !graph.inputs.contains(id));
+        let exposed = |name: &str| binding.exposed.iter().any(|prefix| name.starts_with(prefix));
+        let inner = graph.values().filter(|(id, value)| exposed(&value.name) && !graph.inputs.contains(id));
         let inner: Vec<String> = inner.map(|(_, value)| value.name.clone()).collect();
         let exposed: Vec<&str> = inner.iter().map(String::as_str).collect();
         let sizes = binding.sizes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect();
         let unfit = |e| RuntimeError::Lower { stage: name.to_owned(), source: Box::new(e) };
-        lower(&mut model, &self.device().profile(), &sizes, &exposed).map_err(unfit)?;
-        self.open_model(name, model)
+        lower_within(&mut model, &self.device().profile(), &sizes, &exposed, binding.score_limit)
+            .map_err(unfit)?;
+        self.open_model(name, model, binding.cache)
     }
 }
 

@@ -3,6 +3,7 @@
 use std::{cmp::Reverse, fmt, str::FromStr};
 
 use ort::{device::Device as OrtDevice, memory::DeviceType};
+use serde::{Deserialize, Serialize};
 use sysinfo::System;
 use viaduct_export::device::DeviceProfile;
 
@@ -14,7 +15,7 @@ use super::{
 };
 
 /// Which execution provider runs the graphs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Provider {
     /// WebGPU on a GPU, else the CPU with a note that says why.
     #[default]
@@ -47,7 +48,7 @@ impl fmt::Display for Provider {
 }
 
 /// The kind of hardware behind a device, in the order in which one is preferred.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum DeviceKind {
     Discrete,
     Integrated,
@@ -72,7 +73,7 @@ impl fmt::Display for DeviceKind {
 }
 
 /// What runs the graphs, as far as it can be known before the first session.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Device {
     /// The provider in use: never [`Provider::Auto`].
     pub provider: Provider,
@@ -146,7 +147,7 @@ impl fmt::Display for Device {
 }
 
 /// What to start.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct RuntimeOptions {
     pub provider: Provider,
     /// A part of the name of the Vulkan adapter to use, in any case.

@@ -45,6 +45,15 @@ pub enum RuntimeError {
     InputMissing { stage: String, tensor: String },
     #[error("stage {stage}: the run failed: {reason}")]
     Run { stage: String, reason: String },
+    /// What a worker reports, in its own words.
+    #[error("{message}")]
+    Worker { message: String, exit_code: u8 },
+    #[error("the worker process {problem}")]
+    WorkerUnusable { problem: String },
+    #[error("the worker of stage {stage} {end}")]
+    WorkerDied { stage: String, end: String },
+    #[error("cannot pass a tensor through {}: {source}", path.display())]
+    Exchange { path: PathBuf, source: std::io::Error },
     #[error("stage {stage}: the device was lost: {reason}")]
     DeviceLost { stage: String, reason: String },
 }
@@ -56,6 +65,7 @@ impl RuntimeError {
             RuntimeError::NoAdapter { .. }
             | RuntimeError::DeviceLost { .. }
             | RuntimeError::CpuNodes { .. } => 6,
+            RuntimeError::Worker { exit_code, .. } => *exit_code,
             _ => 1,
         }
     }

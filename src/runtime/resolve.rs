@@ -7,13 +7,21 @@ use std::{
     sync::Arc,
 };
 
-use viaduct_export::onnx::{Bytes, MappedFile, Model, model_bytes};
+use viaduct_export::{
+    memory::BufferCache,
+    onnx::{Bytes, MappedFile, Model, model_bytes},
+};
 
 use super::{Runtime, RuntimeError, Stage, StageModel};
 
 impl Runtime {
     /// [`Runtime::open`] for a model whose weights stay in the files that it was read from.
-    pub fn open_model(&mut self, name: &str, mut model: Model) -> Result<Stage<'_>, RuntimeError> {
+    pub fn open_model(
+        &mut self,
+        name: &str,
+        mut model: Model,
+        cache: BufferCache,
+    ) -> Result<Stage<'_>, RuntimeError> {
         let failed = |reason: String| RuntimeError::Open { stage: name.to_owned(), reason };
         resolve_links(&mut model).map_err(|e| failed(e.to_string()))?;
         let unwritable = |e| RuntimeError::Write { stage: name.to_owned(), source: Box::new(e) };
@@ -21,7 +29,7 @@ impl Runtime {
         let folder = model.folder.take().unwrap_or_else(|| PathBuf::from("."));
         // Maps of the weights; ONNX Runtime makes its own.
         drop(model);
-        self.open(StageModel { name, bytes, folder: &folder })
+        self.open(StageModel { name, bytes, folder: &folder, cache })
     }
 }
 

@@ -7,18 +7,22 @@ use std::{
     time::{Duration, Instant},
 };
 
+use half::f16;
 use ort::{
     memory::{AllocationDevice, AllocatorType, MemoryInfo, MemoryType},
     session::{
         IoBinding, Session,
         builder::{GraphOptimizationLevel, SessionBuilder},
     },
-    value::{DynValue, Outlet, PrimitiveTensorElementType, Tensor, TensorElementType, ValueType},
+    value::{DynValue, Outlet, PrimitiveTensorElementType, Tensor, TensorElementType, TensorRef, ValueType},
 };
-use viaduct_export::onnx::{DType, Dim};
+use viaduct_export::{
+    memory::BufferCache,
+    onnx::{DType, Dim},
+};
 
 use super::{Device, Provider, Runtime, RuntimeError, assignment, env, quiet::quietly};
-use crate::tensor::{HostTensor, Values};
+use crate::tensor::{HostTensor, Values, as_bytes};
 
 /// A model to open.
 pub struct StageModel<'m> {
@@ -28,6 +32,8 @@ pub struct StageModel<'m> {
     pub bytes: Vec<u8>,
     /// Where those files are.
     pub folder: &'m Path,
+    /// What the WebGPU provider does with buffers that are free again.
+    pub cache: BufferCache,
 }
 
 /// An input or output of a stage.
@@ -61,6 +67,8 @@ pub struct Stage<'r> {
     outputs: Vec<TensorInfo>,
     /// Shapes of the inputs that stay bound.
     bound: BTreeMap<String, Vec<usize>>,
+    /// Inputs that a session on the CPU reads in place, for as long as they are bound.
+    held: BTreeMap<String, HostTensor>,
     nodes: BTreeMap<String, usize>,
     load_time: Duration,
 }
@@ -91,6 +99,7 @@ impl Runtime {
             outputs: info(session.outputs())?,
             session,
             bound: BTreeMap::new(),
+            held: BTreeMap::new(),
             nodes: assignment.nodes,
             load_time: start.elapsed(),
         })
@@ -112,8 +121,13 @@ impl Runtime {
         if self.device.provider == Provider::WebGpu {
             // An empty list of devices would be accepted, and would run on the CPU.
             let device = self.ort_device().ok_or("the plugin offers no device")?;
-            // On an H200 half the memory of the default mode, and faster: 5.4 against 11.3 GiB for a FLUX.2 Klein step.
-            let options = [(format!("{}.storageBufferCacheMode", env::WEBGPU), "simple".to_owned())];
+            // `simple` takes on an H200 half the memory of the default mode, and faster: 5.4 against 11.3 GiB for a FLUX.2 Klein step.
+            let mode = match model.cache {
+                BufferCache::Simple => "simple",
+                BufferCache::LazyRelease => "lazyRelease",
+                BufferCache::Disabled => "disabled",
+            };
+            let options = [(format!("{}.storageBufferCacheMode", env::WEBGPU), mode.to_owned())];
             builder = builder.with_devices([device], Some(&options)).map_err(text)?;
         } else {
             builder = frugal(builder, &model.bytes)?;
@@ -171,6 +185,22 @@ impl Stage<'_> {
         inputs: &[(&str, &HostTensor)],
         outputs: &[&str],
     ) -> Result<Vec<HostTensor>, RuntimeError> {
+        let mut tensors = Vec::with_capacity(outputs.len());
+        self.run_into(inputs, outputs, &mut |output| {
+            tensors.push(output.to_tensor());
+            Ok(())
+        })?;
+        Ok(tensors)
+    }
+
+    /// [`Stage::run`] that shows each output to `sink` as it lies in the runtime's memory, so that it can be put into a
+    /// file without a copy in between.
+    pub(super) fn run_into(
+        &mut self,
+        inputs: &[(&str, &HostTensor)],
+        outputs: &[&str],
+        sink: &mut dyn FnMut(Output<'_>) -> Result<(), RuntimeError>,
+    ) -> Result<(), RuntimeError> {
         self.check(inputs)?;
         let given: BTreeSet<&str> = inputs.iter().map(|i| i.0).collect();
         let known = |name: &str| given.contains(name) || self.bound.contains_key(name);
@@ -192,7 +222,10 @@ impl Stage<'_> {
             self.binding.bind_output_to_device(*name, &self.host).map_err(failed)?;
         }
         let values = self.session.run_binding(&self.binding).map_err(failed)?;
-        outputs.iter().map(|name| download(&self.name, name, values.get(name))).collect()
+        for name in outputs {
+            sink(Output::read(&self.name, name, values.get(name))?)?;
+        }
+        Ok(())
     }
 
     /// Binding copies the values to the device at once; a value bound under the same name before is released.
@@ -203,7 +236,12 @@ impl Stage<'_> {
             Values::I64(v) => bind(&mut self.binding, name, &tensor.shape, v),
             Values::U8(v) => bind(&mut self.binding, name, &tensor.shape, v),
         };
-        bound.map_err(|e| RuntimeError::from_run(&self.name, format!("input {name}: {}", e.message())))
+        bound.map_err(|e| RuntimeError::from_run(&self.name, format!("input {name}: {}", e.message())))?;
+        if self.device.provider == Provider::Cpu {
+            // After the binding, which lets go of the tensor that was held before.
+            self.held.insert(name.to_owned(), tensor.clone());
+        }
+        Ok(())
     }
 
     /// Compares inputs with the session's: names, element types, ranks, sizes, and that a symbol means one size.
@@ -242,7 +280,7 @@ impl Stage<'_> {
         }
         for (name, tensor) in inputs {
             let info = find(&self.name, "input", &self.inputs, name)?;
-            let got = dtype(&tensor.values);
+            let got = tensor.values.dtype();
             let bad = |expected: String, got: String| RuntimeError::BadTensor {
                 stage: self.name.clone(),
                 tensor: (*name).to_owned(),
@@ -272,33 +310,83 @@ fn frugal(builder: SessionBuilder, model: &[u8]) -> Result<SessionBuilder, Strin
     builder.with_prepacking(model.windows(REPACKED.len()).any(|part| part == REPACKED)).map_err(text)
 }
 
+/// Binds a view. A device copies it at once; a session on the CPU reads it in place, see [`Stage::held`].
 fn bind<T>(binding: &mut IoBinding, name: &str, shape: &[usize], values: &[T]) -> ort::Result<()>
 where
     T: PrimitiveTensorElementType + Clone + std::fmt::Debug + Copy + 'static,
 {
-    // An owned copy: a session on the CPU reads it in place for as long as it is bound.
-    binding.bind_input(name, &Tensor::from_array((shape.to_vec(), values.to_vec()))?)
+    if values.is_empty() {
+        // A view of nothing is refused, a vector of nothing is not.
+        return binding.bind_input(name, &Tensor::from_array((shape.to_vec(), values.to_vec()))?);
+    }
+    binding.bind_input(name, &*TensorRef::from_array_view((shape, values))?)
 }
 
-fn download(stage: &str, name: &str, value: Option<&DynValue>) -> Result<HostTensor, RuntimeError> {
-    let failed = |reason: String| RuntimeError::Run {
-        stage: stage.to_owned(),
-        reason: format!("output {name}: {reason}"),
-    };
-    let value = value.ok_or_else(|| failed("not returned".to_owned()))?;
-    fn read<T: PrimitiveTensorElementType + Copy>(value: &DynValue) -> ort::Result<(Vec<usize>, Vec<T>)> {
-        let (shape, values) = value.try_extract_tensor::<T>()?;
-        Ok((shape.iter().map(|d| *d as usize).collect(), values.to_vec()))
+/// An output of a run in the runtime's memory.
+pub(super) struct Output<'o> {
+    pub shape: Vec<usize>,
+    pub values: OutputValues<'o>,
+}
+
+pub(super) enum OutputValues<'o> {
+    F32(&'o [f32]),
+    F16(&'o [f16]),
+    I64(&'o [i64]),
+    U8(&'o [u8]),
+}
+
+impl<'o> Output<'o> {
+    fn read(stage: &str, name: &str, value: Option<&'o DynValue>) -> Result<Output<'o>, RuntimeError> {
+        let failed = |reason: String| RuntimeError::Run {
+            stage: stage.to_owned(),
+            reason: format!("output {name}: {reason}"),
+        };
+        let value = value.ok_or_else(|| failed("not returned".to_owned()))?;
+        fn part<T: PrimitiveTensorElementType>(value: &DynValue) -> ort::Result<(Vec<usize>, &[T])> {
+            let (shape, values) = value.try_extract_tensor::<T>()?;
+            Ok((shape.iter().map(|d| *d as usize).collect(), values))
+        }
+        let error = |e: ort::Error| failed(e.message().to_owned());
+        let (shape, values) = match value.dtype().tensor_type() {
+            Some(TensorElementType::Float32) => part(value).map(|(s, v)| (s, OutputValues::F32(v))),
+            Some(TensorElementType::Float16) => part(value).map(|(s, v)| (s, OutputValues::F16(v))),
+            Some(TensorElementType::Int64) => part(value).map(|(s, v)| (s, OutputValues::I64(v))),
+            Some(TensorElementType::Uint8) => part(value).map(|(s, v)| (s, OutputValues::U8(v))),
+            other => return Err(failed(format!("its type {other:?} cannot be read back"))),
+        }
+        .map_err(error)?;
+        Ok(Output { shape, values })
     }
-    let error = |e: ort::Error| failed(e.message().to_owned());
-    let (shape, values) = match value.dtype().tensor_type() {
-        Some(TensorElementType::Float32) => read(value).map(|(s, v)| (s, Values::F32(v))).map_err(error)?,
-        Some(TensorElementType::Float16) => read(value).map(|(s, v)| (s, Values::F16(v))).map_err(error)?,
-        Some(TensorElementType::Int64) => read(value).map(|(s, v)| (s, Values::I64(v))).map_err(error)?,
-        Some(TensorElementType::Uint8) => read(value).map(|(s, v)| (s, Values::U8(v))).map_err(error)?,
-        other => return Err(failed(format!("its type {other:?} cannot be read back"))),
-    };
-    Ok(HostTensor { shape, values })
+
+    fn to_tensor(&self) -> HostTensor {
+        let values = match self.values {
+            OutputValues::F32(v) => Values::F32(v.to_vec().into()),
+            OutputValues::F16(v) => Values::F16(v.to_vec().into()),
+            OutputValues::I64(v) => Values::I64(v.to_vec().into()),
+            OutputValues::U8(v) => Values::U8(v.to_vec().into()),
+        };
+        HostTensor { shape: self.shape.clone(), values }
+    }
+}
+
+impl OutputValues<'_> {
+    pub fn dtype(&self) -> DType {
+        match self {
+            OutputValues::F32(_) => DType::F32,
+            OutputValues::F16(_) => DType::F16,
+            OutputValues::I64(_) => DType::I64,
+            OutputValues::U8(_) => DType::U8,
+        }
+    }
+
+    pub fn as_bytes(&self) -> &[u8] {
+        match self {
+            OutputValues::F32(v) => as_bytes(v),
+            OutputValues::F16(v) => as_bytes(v),
+            OutputValues::I64(v) => as_bytes(v),
+            OutputValues::U8(v) => as_bytes(v),
+        }
+    }
 }
 
 fn find<'i>(
@@ -327,15 +415,6 @@ fn describe(stage: &str, outlet: &Outlet) -> Result<TensorInfo, RuntimeError> {
     };
     let shape = shape.iter().zip(dimension_symbols.iter()).map(dim).collect();
     Ok(TensorInfo { name: outlet.name().to_owned(), dtype: DType::from_onnx(onnx_number(*ty)), shape })
-}
-
-fn dtype(values: &Values) -> DType {
-    match values {
-        Values::F32(_) => DType::F32,
-        Values::F16(_) => DType::F16,
-        Values::I64(_) => DType::I64,
-        Values::U8(_) => DType::U8,
-    }
 }
 
 /// The number of an element type in `TensorProto.DataType`.

@@ -6,6 +6,7 @@ use std::{
 };
 
 use ash::{Entry, Instance, vk};
+use serde::{Deserialize, Serialize};
 use viaduct_export::device::{DAWN_STORAGE_BUFFERS, DeviceProfile, NVIDIA_BINDING, Provider};
 
 use super::DeviceKind;
@@ -15,7 +16,7 @@ const NVIDIA: u32 = 0x10de;
 const PROMISED_BUFFER: u64 = 1 << 30;
 
 /// A physical device as its Vulkan driver describes it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Adapter {
     pub name: String,
     pub vendor_id: u32,

@@ -108,7 +108,8 @@ impl<'a> Comparer<'a> {
 
     fn compare(&mut self, name: &str, tensor: &HostTensor, reference: &HostTensor) {
         if let (Values::I64(a), Values::I64(b)) = (&tensor.values, &reference.values) {
-            let differing = a.iter().zip(b).filter(|(a, b)| a != b).count() + a.len().abs_diff(b.len());
+            let differing =
+                a.iter().zip(b.iter()).filter(|(a, b)| a != b).count() + a.len().abs_diff(b.len());
             self.push(name, "exact", differing as f64, 0.0, format!("{} values", a.len()));
         } else if let Some((_, bar)) = HOST_BARS.iter().find(|bar| bar.0 == name) {
             self.absolute(name, tensor, reference, *bar);

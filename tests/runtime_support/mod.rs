@@ -130,7 +130,12 @@ pub fn run(
     outputs: &[&str],
 ) -> Result<Vec<HostTensor>, RuntimeError> {
     let bytes = model_bytes(model).expect("a small model");
-    let mut stage = runtime.open(StageModel { name: "test", bytes, folder: Path::new(".") })?;
+    let mut stage = runtime.open(StageModel {
+        name: "test",
+        bytes,
+        folder: Path::new("."),
+        cache: Default::default(),
+    })?;
     let inputs: Vec<(&str, &HostTensor)> = feeds.iter().map(|(n, t)| (n.as_str(), t)).collect();
     stage.run(&inputs, outputs)
 }
@@ -152,7 +157,7 @@ pub fn noise(seed: u64, count: usize) -> Vec<f32> {
 pub fn tensor(dtype: DType, shape: &[usize], values: &[f32]) -> HostTensor {
     let rounded: Vec<f16> = values.iter().map(|v| f16::from_f32(*v)).collect();
     match dtype {
-        DType::F16 => HostTensor::new(shape, Values::F16(rounded)),
+        DType::F16 => HostTensor::new(shape, Values::F16(rounded.into())),
         _ => HostTensor::f32(shape, rounded.iter().map(|v| v.to_f32()).collect()),
     }
 }

@@ -1,14 +1,21 @@
 //! Tensors on the host, as they travel between files, the pipeline and the runtime.
 
+mod buffer;
+
+use std::path::Path;
+
 use half::f16;
+use viaduct_export::onnx::DType;
+
+pub use buffer::{Buffer, Element, TensorFile, as_bytes};
 
 /// The values of a [`HostTensor`].
 #[derive(Clone, Debug, PartialEq)]
 pub enum Values {
-    F32(Vec<f32>),
-    F16(Vec<f16>),
-    I64(Vec<i64>),
-    U8(Vec<u8>),
+    F32(Buffer<f32>),
+    F16(Buffer<f16>),
+    I64(Buffer<i64>),
+    U8(Buffer<u8>),
 }
 
 impl Values {
@@ -23,6 +30,46 @@ impl Values {
 
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    pub fn dtype(&self) -> DType {
+        match self {
+            Values::F32(_) => DType::F32,
+            Values::F16(_) => DType::F16,
+            Values::I64(_) => DType::I64,
+            Values::U8(_) => DType::U8,
+        }
+    }
+
+    /// The values as they lie in memory: little-endian on every machine that this program is for.
+    pub fn as_bytes(&self) -> &[u8] {
+        match self {
+            Values::F32(v) => v.as_bytes(),
+            Values::F16(v) => v.as_bytes(),
+            Values::I64(v) => v.as_bytes(),
+            Values::U8(v) => v.as_bytes(),
+        }
+    }
+
+    /// The file that holds exactly these values, if one does.
+    pub fn file(&self) -> Option<&Path> {
+        match self {
+            Values::F32(v) => v.file(),
+            Values::F16(v) => v.file(),
+            Values::I64(v) => v.file(),
+            Values::U8(v) => v.file(),
+        }
+    }
+
+    /// The values of a file; `None` if its length is not that of `count` elements, or for other types.
+    pub fn mapped(file: TensorFile, dtype: DType, count: usize) -> Option<Values> {
+        match dtype {
+            DType::F32 => Buffer::mapped(file, count).map(Values::F32),
+            DType::F16 => Buffer::mapped(file, count).map(Values::F16),
+            DType::I64 => Buffer::mapped(file, count).map(Values::I64),
+            DType::U8 => Buffer::mapped(file, count).map(Values::U8),
+            _ => None,
+        }
     }
 }
 
@@ -41,17 +88,17 @@ impl HostTensor {
     }
 
     pub fn f32(shape: &[usize], values: Vec<f32>) -> HostTensor {
-        HostTensor::new(shape, Values::F32(values))
+        HostTensor::new(shape, Values::F32(values.into()))
     }
 
     pub fn i64(shape: &[usize], values: Vec<i64>) -> HostTensor {
-        HostTensor::new(shape, Values::I64(values))
+        HostTensor::new(shape, Values::I64(values.into()))
     }
 
     /// The values as f32; integers are converted.
     pub fn to_f32(&self) -> Vec<f32> {
         match &self.values {
-            Values::F32(v) => v.clone(),
+            Values::F32(v) => v.to_vec(),
             Values::F16(v) => v.iter().map(|x| x.to_f32()).collect(),
             Values::I64(v) => v.iter().map(|x| *x as f32).collect(),
             Values::U8(v) => v.iter().map(|x| f32::from(*x)).collect(),
@@ -61,7 +108,7 @@ impl HostTensor {
     /// The values as f32, without a copy if they are.
     pub fn into_f32(self) -> Vec<f32> {
         match self.values {
-            Values::F32(values) => values,
+            Values::F32(values) => values.into_vec(),
             _ => self.to_f32(),
         }
     }
@@ -79,10 +126,10 @@ impl HostTensor {
         let size: usize = shape.iter().product();
         let range = index * size..(index + 1) * size;
         let values = match &self.values {
-            Values::F32(v) => Values::F32(v[range].to_vec()),
-            Values::F16(v) => Values::F16(v[range].to_vec()),
-            Values::I64(v) => Values::I64(v[range].to_vec()),
-            Values::U8(v) => Values::U8(v[range].to_vec()),
+            Values::F32(v) => Values::F32(v[range].to_vec().into()),
+            Values::F16(v) => Values::F16(v[range].to_vec().into()),
+            Values::I64(v) => Values::I64(v[range].to_vec().into()),
+            Values::U8(v) => Values::U8(v[range].to_vec().into()),
         };
         HostTensor::new(shape, values)
     }

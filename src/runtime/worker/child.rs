@@ -1,0 +1,199 @@
+//! The child's side: loads ONNX Runtime and does what the parent asks, one session at a time.
+
+use std::{
+    fs::File,
+    io::{self, BufRead, BufReader, Write},
+    os::fd::{AsRawFd, FromRawFd},
+    path::PathBuf,
+};
+
+use viaduct_export::{bundle::Bundle, memory::BufferCache};
+
+use super::{
+    exchange::Exchange,
+    protocol::{Reply, Request, TensorRef},
+};
+use crate::runtime::{Binding, Runtime, RuntimeError, RuntimeOptions, Stage, attention_self_test, peak};
+
+/// Makes a worker misbehave, for tests of its parent: `hang:STAGE` never closes the stage, `crash:STAGE` aborts in its
+/// run, `babble:STAGE` answers it with nonsense, `linger` never ends.
+const MISBEHAVIOUR: &str = "VIADUCT_TEST_WORKER";
+
+/// Serves the parent at the other end of standard input and output until it closes them.
+pub fn serve() -> io::Result<()> {
+    let mut parent = Parent::connect()?;
+    let Some(Request::Start { options, fused_attention, exchange }) = parent.next()? else { return Ok(()) };
+    let mut exchange = Exchange::new(&exchange, &format!("c{}-", std::process::id()));
+    let mut runtime = match start(&options, fused_attention) {
+        Ok(runtime) => runtime,
+        Err(e) => return parent.fail(&e),
+    };
+    parent.say(&Reply::Started { device: Box::new(runtime.device().clone()) })?;
+    while let Some(request) = parent.next()? {
+        let Request::Open { bundle, stage, sizes, exposed, score_limit, cache } = request else {
+            return Err(io::Error::other("no stage is open"));
+        };
+        let open = Open { bundle, stage, sizes, exposed, score_limit, cache };
+        match open.stage(&mut runtime) {
+            Ok(stage) => session(stage, &mut parent, &mut exchange)?,
+            Err(e) => parent.fail(&e)?,
+        }
+    }
+    if parent.misbehaves("linger", "") {
+        std::thread::park();
+    }
+    Ok(())
+}
+
+fn start(options: &RuntimeOptions, fused_attention: Option<bool>) -> Result<Runtime, RuntimeError> {
+    let mut runtime = Runtime::start(options)?;
+    match fused_attention {
+        Some(known) => runtime.device.fused_attention = known,
+        None => drop(attention_self_test(&mut runtime)?),
+    }
+    Ok(runtime)
+}
+
+/// What the parent wants opened.
+struct Open {
+    bundle: PathBuf,
+    stage: String,
+    sizes: Vec<(String, usize)>,
+    exposed: Vec<String>,
+    score_limit: u64,
+    cache: BufferCache,
+}
+
+impl Open {
+    fn stage<'r>(&self, runtime: &'r mut Runtime) -> Result<Stage<'r>, RuntimeError> {
+        peak::restart();
+        let bundle = Bundle::open(&self.bundle)?;
+        let sizes: Vec<(&str, usize)> =
+            self.sizes.iter().map(|(name, size)| (name.as_str(), *size)).collect();
+        let exposed: Vec<&str> = self.exposed.iter().map(String::as_str).collect();
+        let binding = Binding {
+            sizes: &sizes,
+            exposed: &exposed,
+            score_limit: self.score_limit,
+            cache: self.cache,
+            planned: None,
+        };
+        runtime.open_stage(&bundle, &self.stage, &binding)
+    }
+}
+
+/// Serves one session until it is closed.
+fn session(mut stage: Stage<'_>, parent: &mut Parent, exchange: &mut Exchange) -> io::Result<()> {
+    let outputs = stage.outputs().iter().map(|output| output.name.clone()).collect();
+    parent.say(&Reply::Opened { outputs, nodes: stage.nodes().clone() })?;
+    let name = stage.name().to_owned();
+    while let Some(request) = parent.next()? {
+        let done = match request {
+            Request::Bind { name, tensor } => bind(&mut stage, exchange, &name, &tensor),
+            Request::Run { inputs, outputs } => {
+                if parent.misbehaves("crash", &name) {
+                    std::process::abort();
+                }
+                run(&mut stage, exchange, &inputs, &outputs)
+            }
+            Request::Close => {
+                if parent.misbehaves("hang", &name) {
+                    std::thread::park();
+                }
+                drop(stage);
+                return parent.say(&Reply::Closed { peak: peak::bytes() });
+            }
+            Request::Start { .. } | Request::Open { .. } => {
+                return Err(io::Error::other("a stage is open"));
+            }
+        };
+        match done {
+            Ok(_) if parent.misbehaves("babble", &name) => parent.write("{}")?,
+            Ok(reply) => parent.say(&reply)?,
+            Err(e) => parent.fail(&e)?,
+        }
+    }
+    Ok(())
+}
+
+fn bind(
+    stage: &mut Stage<'_>,
+    exchange: &Exchange,
+    name: &str,
+    tensor: &TensorRef,
+) -> Result<Reply, RuntimeError> {
+    stage.bind(name, &exchange.borrow(tensor)?)?;
+    Ok(Reply::Bound)
+}
+
+fn run(
+    stage: &mut Stage<'_>,
+    exchange: &mut Exchange,
+    inputs: &[(String, TensorRef)],
+    outputs: &[String],
+) -> Result<Reply, RuntimeError> {
+    let inputs: Vec<_> = inputs
+        .iter()
+        .map(|(name, tensor)| Ok((name.as_str(), exchange.borrow(tensor)?)))
+        .collect::<Result<_, RuntimeError>>()?;
+    let inputs: Vec<_> = inputs.iter().map(|(name, tensor)| (*name, tensor)).collect();
+    let outputs: Vec<&str> = outputs.iter().map(String::as_str).collect();
+    let mut tensors = Vec::with_capacity(outputs.len());
+    stage.run_into(&inputs, &outputs, &mut |output| {
+        tensors.push(exchange.write(output.values.dtype(), &output.shape, output.values.as_bytes())?);
+        Ok(())
+    })?;
+    Ok(Reply::Ran { tensors })
+}
+
+/// The other end of standard input and output.
+struct Parent {
+    input: BufReader<io::Stdin>,
+    output: File,
+    misbehaviour: String,
+}
+
+impl Parent {
+    /// Takes standard output for itself: what a library prints there goes to standard error.
+    fn connect() -> io::Result<Parent> {
+        io::stdout().flush()?;
+        // SAFETY: both descriptors are this process's own, and the new one is owned by the file from here on.
+        let output = unsafe {
+            let own = libc::dup(io::stdout().as_raw_fd());
+            if own < 0 || libc::dup2(libc::STDERR_FILENO, libc::STDOUT_FILENO) < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            File::from_raw_fd(own)
+        };
+        let misbehaviour = std::env::var(MISBEHAVIOUR).unwrap_or_default();
+        Ok(Parent { input: BufReader::new(io::stdin()), output, misbehaviour })
+    }
+
+    /// The next request; `None` when there will be no more.
+    fn next(&mut self) -> io::Result<Option<Request>> {
+        let mut line = String::new();
+        match self.input.read_line(&mut line)? {
+            0 => Ok(None),
+            _ => Ok(Some(serde_json::from_str(&line)?)),
+        }
+    }
+
+    fn say(&mut self, reply: &Reply) -> io::Result<()> {
+        self.write(&serde_json::to_string(reply)?)
+    }
+
+    fn fail(&mut self, error: &RuntimeError) -> io::Result<()> {
+        self.say(&Reply::Failed { message: error.to_string(), exit_code: error.exit_code() })
+    }
+
+    fn write(&mut self, line: &str) -> io::Result<()> {
+        self.output.write_all(format!("{line}\n").as_bytes())
+    }
+
+    fn misbehaves(&self, how: &str, stage: &str) -> bool {
+        match self.misbehaviour.split_once(':') {
+            Some((kind, name)) => kind == how && name == stage,
+            None => self.misbehaviour == how,
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! One child process: started, spoken to, and never left behind.
+
+use std::{
+    io::{BufRead, BufReader, Write},
+    os::unix::process::{CommandExt, ExitStatusExt},
+    process::{Child, ChildStdin, Command, ExitStatus, Stdio},
+    sync::mpsc::{Receiver, RecvTimeoutError, channel},
+    time::{Duration, Instant},
+};
+
+use super::protocol::{Reply, Request};
+use crate::runtime::RuntimeError;
+
+/// How long a child may take to end a session or itself: a driver may stall for ever when its device is torn down
+/// (<https://github.com/akandr/bc250>).
+pub(super) const TEARDOWN: Duration = Duration::from_secs(5);
+/// Longer than any reply.
+const MAX_LINE: u64 = 1 << 24;
+
+/// A running child. Dropping it kills and reaps it.
+pub(super) struct Process {
+    child: Child,
+    input: Option<ChildStdin>,
+    replies: Receiver<String>,
+}
+
+/// Why no reply came.
+pub(super) enum Silence {
+    /// The child ended, or closed its output.
+    Ended,
+    TimedOut,
+    Unintelligible(String),
+}
+
+impl Process {
+    /// Starts `viaduct worker` from this very executable.
+    pub fn start() -> Result<Process, RuntimeError> {
+        let unusable = |problem: String| RuntimeError::WorkerUnusable { problem };
+        let executable = std::env::current_exe().map_err(|e| unusable(format!("has no executable: {e}")))?;
+        let mut command = Command::new(executable);
+        command.arg("worker").stdin(Stdio::piped()).stdout(Stdio::piped());
+        let parent = std::process::id();
+        // SAFETY: what runs between fork and exec only makes system calls.
+        unsafe { command.pre_exec(move || bind_to_parent(parent)) };
+        let mut child = command.spawn().map_err(|e| unusable(format!("could not be started: {e}")))?;
+        let (input, output) = (child.stdin.take(), child.stdout.take());
+        let (lines, replies) = channel();
+        // Ends with the child's output.
+        std::thread::spawn(move || {
+            let Some(output) = output else { return };
+            let mut output = BufReader::new(output);
+            loop {
+                let mut line = String::new();
+                let read = std::io::Read::by_ref(&mut output).take(MAX_LINE).read_line(&mut line);
+                if !read.is_ok_and(|bytes| bytes > 0) || lines.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        Ok(Process { child, input, replies })
+    }
+
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends a request and waits for its answer, for ever if no limit is given.
+    pub fn ask(&mut self, request: &Request, limit: Option<Duration>) -> Result<Reply, Silence> {
+        let mut line = serde_json::to_string(request).map_err(|e| Silence::Unintelligible(e.to_string()))?;
+        line.push('\n');
+        let sent = self.input.as_mut().is_some_and(|input| input.write_all(line.as_bytes()).is_ok());
+        if !sent {
+            return Err(Silence::Ended);
+        }
+        let line = match limit {
+            None => self.replies.recv().map_err(|_| Silence::Ended)?,
+            Some(limit) => self.replies.recv_timeout(limit).map_err(|e| match e {
+                RecvTimeoutError::Timeout => Silence::TimedOut,
+                RecvTimeoutError::Disconnected => Silence::Ended,
+            })?,
+        };
+        serde_json::from_str(&line).map_err(|e| Silence::Unintelligible(e.to_string()))
+    }
+
+    /// Lets the child end by itself for a while, then kills it.
+    pub fn stop(mut self) {
+        // The end of its input tells it.
+        self.input = None;
+        let started = Instant::now();
+        while started.elapsed() < TEARDOWN {
+            if let Ok(Some(_)) = self.child.try_wait() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// How a child that fell silent ended, in words; one that still runs is killed.
+    pub fn end(mut self) -> String {
+        self.input = None;
+        let started = Instant::now();
+        while started.elapsed() < TEARDOWN {
+            if let Ok(Some(status)) = self.child.try_wait() {
+                return in_words(status);
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        "fell silent and was killed".to_owned()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Runs in the child before its program: it must not outlive its parent, and leaves Ctrl-C to it.
+fn bind_to_parent(parent: u32) -> std::io::Result<()> {
+    // SAFETY: system calls of this process alone.
+    unsafe {
+        if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
+            return Err(std::io::Error::last_os_error());
+        }
+        // A parent that died before the call above sends no signal.
+        if libc::getppid() as u32 != parent {
+            libc::_exit(1);
+        }
+        libc::signal(libc::SIGINT, libc::SIG_IGN);
+        libc::signal(libc::SIGTERM, libc::SIG_DFL);
+    }
+    Ok(())
+}
+
+fn in_words(status: ExitStatus) -> String {
+    match (status.signal(), status.code()) {
+        (Some(libc::SIGKILL), _) => {
+            "was killed by signal 9: the system may have run out of memory; try a smaller size".to_owned()
+        }
+        (Some(signal), _) => format!("was ended by signal {signal}: the driver or ONNX Runtime crashed"),
+        (None, Some(code)) => format!("ended by itself with code {code}"),
+        (None, None) => "ended".to_owned(),
+    }
+}

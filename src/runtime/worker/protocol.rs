@@ -1,0 +1,73 @@
+//! What parent and child say to each other: one JSON object per line.
+
+use std::{collections::BTreeMap, path::PathBuf};
+
+use serde::{Deserialize, Serialize};
+use viaduct_export::memory::BufferCache;
+
+use crate::runtime::{Device, RuntimeOptions};
+
+/// From the parent.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(tag = "request", rename_all = "snake_case")]
+pub(super) enum Request {
+    /// Load the libraries and settle on a device. `exchange` is the folder of all tensors' files.
+    Start {
+        options: RuntimeOptions,
+        /// What an earlier child's self-test found.
+        fused_attention: Option<bool>,
+        exchange: PathBuf,
+    },
+    Open {
+        bundle: PathBuf,
+        stage: String,
+        sizes: Vec<(String, usize)>,
+        exposed: Vec<String>,
+        score_limit: u64,
+        cache: BufferCache,
+    },
+    Bind {
+        name: String,
+        tensor: TensorRef,
+    },
+    Run {
+        inputs: Vec<(String, TensorRef)>,
+        outputs: Vec<String>,
+    },
+    Close,
+}
+
+/// From the child: the answer to each request, in order.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "snake_case")]
+pub(super) enum Reply {
+    Started {
+        device: Box<Device>,
+    },
+    Opened {
+        outputs: Vec<String>,
+        nodes: BTreeMap<String, usize>,
+    },
+    Bound,
+    Ran {
+        tensors: Vec<TensorRef>,
+    },
+    Closed {
+        /// Peak memory of the child since the stage was opened, bytes.
+        peak: Option<u64>,
+    },
+    Failed {
+        message: String,
+        exit_code: u8,
+    },
+}
+
+/// A tensor in a file of the exchange folder: raw elements, row-major.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct TensorRef {
+    /// File name, without folders.
+    pub file: String,
+    /// Number of the element type in `TensorProto.DataType`.
+    pub dtype: i32,
+    pub shape: Vec<usize>,
+}

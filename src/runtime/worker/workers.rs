@@ -1,0 +1,238 @@
+//! The parent's side: an executor whose sessions live in a child per component.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use viaduct_export::bundle::Bundle;
+
+use super::{
+    exchange::Exchange,
+    process::{Process, Silence, TEARDOWN},
+    protocol::{Reply, Request},
+};
+use crate::{
+    runtime::{Binding, Device, Executor, RuntimeError, RuntimeOptions, Session},
+    tensor::HostTensor,
+};
+
+/// Runs each component of a model in a child process, one at a time.
+pub struct Workers {
+    options: RuntimeOptions,
+    device: Device,
+    exchange: Exchange,
+    child: Option<Process>,
+    /// What the child has run so far; empty for one that has run nothing.
+    component: String,
+}
+
+impl Workers {
+    /// Starts a first child and asks it for the device. Tensors pass through files in `exchange`, an empty folder.
+    pub fn start(options: RuntimeOptions, exchange: &Path) -> Result<Workers, RuntimeError> {
+        let exchange = Exchange::new(exchange, "p");
+        let (child, device) = start_child(&options, None, exchange.folder())?;
+        Ok(Workers { options, device, exchange, child: Some(child), component: String::new() })
+    }
+
+    /// A child for the component: the present one if it is that component's or has run nothing.
+    fn child_for(&mut self, component: &str) -> Result<(), RuntimeError> {
+        if !self.component.is_empty()
+            && self.component != component
+            && let Some(child) = self.child.take()
+        {
+            child.stop();
+        }
+        if self.child.is_none() {
+            let known = Some(self.device.fused_attention);
+            self.child = Some(start_child(&self.options, known, self.exchange.folder())?.0);
+        }
+        self.component = component.to_owned();
+        Ok(())
+    }
+
+    /// Asks the child; one that does not answer is gone afterwards.
+    fn ask(&mut self, stage: &str, request: &Request) -> Result<Reply, RuntimeError> {
+        let Some(child) = &mut self.child else {
+            let (stage, end) = (stage.to_owned(), "has ended".to_owned());
+            return Err(RuntimeError::WorkerDied { stage, end });
+        };
+        match child.ask(request, None) {
+            Ok(Reply::Failed { message, exit_code }) => Err(RuntimeError::Worker { message, exit_code }),
+            Ok(reply) => Ok(reply),
+            Err(silence) => Err(self.bury(stage, silence)),
+        }
+    }
+
+    fn bury(&mut self, stage: &str, silence: Silence) -> RuntimeError {
+        let Some(child) = self.child.take() else {
+            return RuntimeError::WorkerUnusable { problem: "is gone".to_owned() };
+        };
+        match silence {
+            Silence::Ended => RuntimeError::WorkerDied { stage: stage.to_owned(), end: child.end() },
+            Silence::TimedOut => RuntimeError::WorkerDied {
+                stage: stage.to_owned(),
+                end: "did not answer and was killed".to_owned(),
+            },
+            Silence::Unintelligible(problem) => unexpected(&problem),
+        }
+    }
+}
+
+fn unexpected(what: &str) -> RuntimeError {
+    RuntimeError::WorkerUnusable { problem: format!("said what nobody expected: {what}") }
+}
+
+fn start_child(
+    options: &RuntimeOptions,
+    fused_attention: Option<bool>,
+    exchange: &Path,
+) -> Result<(Process, Device), RuntimeError> {
+    let mut child = Process::start()?;
+    let request = Request::Start { options: options.clone(), fused_attention, exchange: exchange.to_owned() };
+    match child.ask(&request, None) {
+        Ok(Reply::Started { device }) => Ok((child, *device)),
+        Ok(Reply::Failed { message, exit_code }) => Err(RuntimeError::Worker { message, exit_code }),
+        Ok(other) => Err(unexpected(&format!("{other:?}"))),
+        Err(Silence::Unintelligible(problem)) => Err(unexpected(&problem)),
+        Err(_) => Err(RuntimeError::WorkerUnusable { problem: format!("{} while it started", child.end()) }),
+    }
+}
+
+impl Executor for Workers {
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn open_stage<'r>(
+        &'r mut self,
+        bundle: &Bundle,
+        name: &str,
+        binding: &Binding<'_>,
+    ) -> Result<Box<dyn Session + 'r>, RuntimeError> {
+        self.child_for(bundle.stage(name)?.component())?;
+        let request = Request::Open {
+            bundle: bundle.folder.clone(),
+            stage: name.to_owned(),
+            sizes: binding.sizes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect(),
+            exposed: binding.exposed.iter().map(|prefix| (*prefix).to_owned()).collect(),
+            score_limit: binding.score_limit,
+            cache: binding.cache,
+        };
+        match self.ask(name, &request)? {
+            Reply::Opened { outputs, nodes } => Ok(Box::new(RemoteStage {
+                workers: self,
+                name: name.to_owned(),
+                outputs,
+                nodes,
+                finished: false,
+            })),
+            other => Err(unexpected(&format!("{other:?}"))),
+        }
+    }
+}
+
+/// A session in a child.
+struct RemoteStage<'r> {
+    workers: &'r mut Workers,
+    name: String,
+    outputs: Vec<String>,
+    nodes: BTreeMap<String, usize>,
+    finished: bool,
+}
+
+impl RemoteStage<'_> {
+    /// Asks the child something that names tensors; their files are the child's to read until it has answered.
+    fn ask_with(
+        &mut self,
+        tensors: &[(&str, &HostTensor)],
+        request: impl FnOnce(Vec<(String, super::protocol::TensorRef)>) -> Request,
+    ) -> Result<Reply, RuntimeError> {
+        let mut mine: Vec<PathBuf> = Vec::new();
+        let sent: Result<Vec<_>, RuntimeError> = tensors
+            .iter()
+            .map(|(name, tensor)| {
+                let reference = self.workers.exchange.put(tensor, &mut mine)?;
+                Ok(((*name).to_owned(), reference))
+            })
+            .collect();
+        let reply = sent.and_then(|sent| self.workers.ask(&self.name, &request(sent)));
+        for path in mine {
+            let _ = fs::remove_file(path);
+        }
+        reply
+    }
+}
+
+impl Session for RemoteStage<'_> {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn outputs(&self) -> Vec<String> {
+        self.outputs.clone()
+    }
+
+    fn nodes(&self) -> &BTreeMap<String, usize> {
+        &self.nodes
+    }
+
+    fn bind(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
+        let reply = self.ask_with(&[(name, tensor)], |mut sent| {
+            let (name, tensor) = sent.remove(0);
+            Request::Bind { name, tensor }
+        })?;
+        match reply {
+            Reply::Bound => Ok(()),
+            other => Err(unexpected(&format!("{other:?}"))),
+        }
+    }
+
+    fn run(
+        &mut self,
+        inputs: &[(&str, &HostTensor)],
+        outputs: &[&str],
+    ) -> Result<Vec<HostTensor>, RuntimeError> {
+        let wanted = outputs.iter().map(|name| (*name).to_owned()).collect();
+        let reply = self.ask_with(inputs, |inputs| Request::Run { inputs, outputs: wanted })?;
+        match reply {
+            Reply::Ran { tensors } if tensors.len() == outputs.len() => {
+                tensors.iter().map(|tensor| self.workers.exchange.take(tensor)).collect()
+            }
+            other => Err(unexpected(&format!("{other:?}"))),
+        }
+    }
+
+    /// A child that does not get its session closed in time is killed; the results are there, so nobody minds.
+    fn finish(mut self: Box<Self>) -> Result<Option<u64>, RuntimeError> {
+        self.finished = true;
+        let Some(child) = &mut self.workers.child else { return Ok(None) };
+        match child.ask(&Request::Close, Some(TEARDOWN)) {
+            Ok(Reply::Closed { peak }) => Ok(peak),
+            Ok(other) => Err(unexpected(&format!("{other:?}"))),
+            Err(_) => {
+                tracing::warn!("stage {}: the session did not close and its worker is killed", self.name);
+                self.workers.child = None;
+                Ok(None)
+            }
+        }
+    }
+}
+
+impl Drop for RemoteStage<'_> {
+    fn drop(&mut self) {
+        // A session that is given up takes its child with it.
+        if !self.finished {
+            self.workers.child = None;
+        }
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        if let Some(child) = self.child.take() {
+            child.stop();
+        }
+    }
+}
