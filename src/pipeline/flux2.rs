@@ -7,6 +7,7 @@ use std::{collections::BTreeMap, path::PathBuf, time::Instant};
 use viaduct_export::{
     arch::flux2::parameters::Parameters,
     bundle::{Bundle, BundleError, MANIFEST},
+    shapes::Sizes,
 };
 
 use super::{
@@ -170,7 +171,7 @@ impl<'a> Flux2<'a> {
         };
         let mask = text_mask(mask, pad_keys);
         let (cos, sin) = rope_tables_1d(text.length, text.head_dim, text.rope_theta)?;
-        let mut stage = self.stage("text_encoder", &[], run.runtime, &mut run.watch)?;
+        let mut stage = self.stage("text_encoder", &Sizes::new(), run.runtime, &mut run.watch)?;
         let inputs = [("inputs_embeds", &embeds), ("mask", &mask), ("rope_cos", &cos), ("rope_sin", &sin)];
         let embeds = stage.run(&inputs, &["prompt_embeds"])?.remove(0);
         drop(stage);
@@ -185,7 +186,8 @@ impl<'a> Flux2<'a> {
         let steps = &schedule.sigmas()[..schedule.steps()];
         let times = steps.iter().flat_map(|s| time_embedding(*s, channels, transformer.time_order)).collect();
         let times = HostTensor::f32(&[steps.len(), channels], times);
-        let mut stage = self.stage("modulation", &[("steps", steps.len())], run.runtime, &mut run.watch)?;
+        let sizes = Sizes::from([("steps".to_owned(), steps.len())]);
+        let mut stage = self.stage("modulation", &sizes, run.runtime, &mut run.watch)?;
         let outputs = ["dit_temb", MODULATIONS[0], MODULATIONS[1], MODULATIONS[2], MODULATIONS[3]];
         let mut tensors = stage.run(&[("time_embedding", &times)], &outputs)?;
         drop(stage);
@@ -212,9 +214,8 @@ impl<'a> Flux2<'a> {
         let noise = run.watch.boundary("noise_nchw", self.noise(request)?);
         let mut latents = pack_latents(&noise)?;
         let (cos, sin) = self.joint_tables(request.size, run.watch.probe)?;
-        let tokens = request.size.tokens();
-        let bound = [("image_seq", tokens), ("joint_seq", self.parameters.text.length + tokens)];
-        let mut stage = self.stage("transformer", &bound, run.runtime, &mut run.watch)?;
+        let sizes = self.parameters.sizes(request.size, request.steps, None);
+        let mut stage = self.stage("transformer", &sizes, run.runtime, &mut run.watch)?;
         let exposed = self.exposed(&stage)?;
         // What stays the same over the steps is uploaded once.
         for (name, tensor) in [("prompt_embeds", embeds), ("rope_cos", &cos), ("rope_sin", &sin)] {
@@ -283,19 +284,12 @@ impl<'a> Flux2<'a> {
     fn decode(&self, latents: &HostTensor, size: Size, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
         let [rows, columns] = size.grid();
         let latents = unpack_latents(latents, rows, columns)?;
-        let [height, width] =
-            [rows, columns].map(|n| n * self.parameters.vae.pixels_per_token / self.parameters.vae.downscale);
-        let bound = [
-            ("latent_height", rows),
-            ("latent_width", columns),
-            ("mid_height", height),
-            ("mid_width", width),
-        ];
-        let (mut x, mut attended) = self.decode_middle(&latents, &bound, run)?;
+        let sizes = self.parameters.sizes(size, self.parameters.schedule.steps, None);
+        let (mut x, mut attended) = self.decode_middle(&latents, &sizes, run)?;
         let stages = &self.parameters.vae.post_stages;
         let mut input = "vae_mid_res0".to_owned();
         for name in stages {
-            let mut stage = self.stage(name, &[], run.runtime, &mut run.watch)?;
+            let mut stage = self.stage(name, &sizes, run.runtime, &mut run.watch)?;
             let exposed = self.exposed(&stage)?;
             let output = stage.outputs().first().map(|o| o.name.clone()).unwrap_or_default();
             let mut inputs = vec![(input.as_str(), &x)];
@@ -319,14 +313,13 @@ impl<'a> Flux2<'a> {
     fn decode_middle(
         &self,
         latents: &HostTensor,
-        sizes: &[(&str, usize)],
+        sizes: &Sizes,
         run: &mut Run<'_>,
     ) -> Result<(HostTensor, Option<HostTensor>), Flux2Error> {
         let mut stage = self.stage("vae_pre", sizes, run.runtime, &mut run.watch)?;
         let exposed = self.exposed(&stage)?;
         let mut names = vec!["vae_mid_res0"];
-        let attention_rows = self.parameters.vae.attention_rows;
-        if attention_rows.is_some() {
+        if sizes.contains_key("chunk_rows") {
             names.extend(["q", "kt", "v"]);
         }
         let own = names.len();
@@ -338,8 +331,8 @@ impl<'a> Flux2<'a> {
         }
         let residual = run.watch.boundary("vae_mid_res0", tensors.remove(0));
         check_finite("vae_pre", None, &residual)?;
-        let attended = match (attention_rows, <[HostTensor; 3]>::try_from(tensors)) {
-            (Some(rows), Ok(inputs)) => Some(self.attend(inputs, rows, run)?),
+        let attended = match (sizes.get("chunk_rows"), <[HostTensor; 3]>::try_from(tensors)) {
+            (Some(chunk), Ok(inputs)) => Some(self.attend(inputs, *chunk, sizes, run)?),
             _ => None,
         };
         Ok((residual, attended))
@@ -350,6 +343,7 @@ impl<'a> Flux2<'a> {
         &self,
         [q, kt, v]: [HostTensor; 3],
         chunk: usize,
+        sizes: &Sizes,
         run: &mut Run<'_>,
     ) -> Result<HostTensor, Flux2Error> {
         let shape = q.shape.clone();
@@ -359,14 +353,8 @@ impl<'a> Flux2<'a> {
         let kt = shaped("vae_pre", "kt", kt, &[1, channels, height, width])?;
         let v = shaped("vae_pre", "v", v, &shape)?;
         let rows = height * width;
-        let chunk = chunk.min(rows);
         let (kt, v) = (kt.reshaped(&[1, channels, rows]), v.reshaped(&[1, rows, channels]));
-        let mut stage = self.stage(
-            "vae_attention",
-            &[("chunk_rows", chunk), ("kv_rows", rows)],
-            run.runtime,
-            &mut run.watch,
-        )?;
+        let mut stage = self.stage("vae_attention", sizes, run.runtime, &mut run.watch)?;
         stage.bind("kt", &kt)?;
         stage.bind("v", &v)?;
         let queries = q.into_f32();
@@ -383,7 +371,7 @@ impl<'a> Flux2<'a> {
     fn stage<'r>(
         &self,
         name: &str,
-        sizes: &[(&str, usize)],
+        sizes: &Sizes,
         runtime: &'r mut Runtime,
         watch: &mut Watch<'_>,
     ) -> Result<Stage<'r>, Flux2Error> {

@@ -3,14 +3,15 @@
 use viaduct_export::{
     bundle::Bundle,
     onnx::{DType, Value, ValueType, read_model},
+    shapes::Sizes,
 };
 
 use super::{Runtime, RuntimeError, Stage, lower::lower};
 
 /// How a stage is to be opened.
 pub struct Binding<'a> {
-    /// Sizes of the graph's named dimensions, where they are known.
-    pub sizes: &'a [(&'a str, usize)],
+    /// Sizes of named dimensions, those of other graphs among them; one that is missing stays open.
+    pub sizes: &'a Sizes,
     /// Values inside the graph that become outputs, by name.
     pub exposed: fn(&str) -> bool,
 }
@@ -36,9 +37,8 @@ impl Runtime {
             graph.values().filter(|(id, value)| (binding.exposed)(&value.name) && !graph.inputs.contains(id));
         let inner: Vec<String> = inner.map(|(_, value)| value.name.clone()).collect();
         let exposed: Vec<&str> = inner.iter().map(String::as_str).collect();
-        let sizes = binding.sizes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect();
         let unfit = |e| RuntimeError::Lower { stage: name.to_owned(), source: Box::new(e) };
-        lower(&mut model, self.device(), &sizes, &exposed).map_err(unfit)?;
+        lower(&mut model, self.device(), binding.sizes, &exposed).map_err(unfit)?;
         self.open_model(name, model)
     }
 }

@@ -17,9 +17,14 @@ use self::{
     config::Config,
     parameters::{Embedding, EmbeddingType, MAX_TEXT_LENGTH, Parameters, TextIds, TimeOrder},
 };
-use super::{Authored, Authoring, RawFile, StageGraph, author::AuthorError, blocks::rope::Pairing};
+use super::{
+    Authored, Authoring, MAX_STEPS, RawFile, SizesError, SizesRequest, StageGraph, author::AuthorError,
+    blocks::rope::Pairing,
+};
 use crate::{
+    picture::Size,
     recipe::{Compute, RecipeError},
+    shapes::Sizes,
     weights::{Checkpoint, WeightsError},
 };
 
@@ -101,6 +106,22 @@ struct TextSection {
 struct VaeSection {
     cuts: Vec<usize>,
     attention_rows: usize,
+}
+
+/// Sizes of all symbols, from a bundle's parameters: the family's [`super::Architecture::sizes`].
+pub fn sizes(parameters: &serde_json::Value, request: &SizesRequest) -> Result<Sizes, SizesError> {
+    const FAMILY: &str = "flux2";
+    let parameters = Parameters::deserialize(parameters)
+        .map_err(|source| SizesError::Unreadable { family: FAMILY, source })?;
+    parameters.check().map_err(|problem| SizesError::Parameters { family: FAMILY, problem })?;
+    let size = Size::new(request.width, request.height, parameters.vae.pixels_per_token)?;
+    if request.steps == 0 || request.steps > MAX_STEPS {
+        return Err(SizesError::Steps { steps: request.steps });
+    }
+    if request.attention_rows == Some(0) {
+        return Err(SizesError::AttentionRows);
+    }
+    Ok(parameters.sizes(size, request.steps, request.attention_rows))
 }
 
 /// Whether a folder holds this family in diffusers layout.
@@ -234,7 +255,7 @@ fn check_settings(
     for (key, value, limit) in [
         ("text_encoder.length", text.length, MAX_TEXT_LENGTH),
         ("vae_decoder.attention_rows", vae.attention_rows, 1 << 24),
-        ("schedule.steps", schedule.steps, 1000),
+        ("schedule.steps", schedule.steps, MAX_STEPS),
     ] {
         if value == 0 || value > limit {
             return Err(setting(key, &[value], format!("expected 1 to {limit}")));
