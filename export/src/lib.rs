@@ -8,6 +8,7 @@ pub mod device;
 pub mod files;
 pub mod memory;
 pub mod onnx;
+pub mod picture;
 pub mod quant;
 pub mod recipe;
 pub mod shapes;

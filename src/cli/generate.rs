@@ -23,7 +23,7 @@ use crate::{
         probe::{NoProbe, Probe},
         size::{Size, TypedSize},
     },
-    runtime::Runtime,
+    runtime::{Device, Executor},
 };
 
 /// Draw a picture from a prompt.
@@ -66,6 +66,9 @@ pub struct Arguments {
     /// Replace an existing file
     #[arg(long)]
     force: bool,
+    /// Run everything in this process instead of a child per component
+    #[arg(long)]
+    in_process: bool,
     /// Print the result as JSON
     #[arg(long)]
     json: bool,
@@ -87,7 +90,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let request = request(arguments, &flux2)?;
     check_writable(arguments)?;
     let mut progress = Progress::new(arguments.progress.progress);
-    let mut runtime = arguments.device.start(&mut progress)?;
+    let exchange = tempfile::tempdir().context("no folder for the workers' tensors")?;
+    let mut executor = executor(arguments, exchange.path(), &mut progress)?;
     announce(&request, &mut progress);
 
     let existing = if arguments.force { Existing::Replace } else { Existing::Keep };
@@ -97,7 +101,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         Some(dump) => dump,
         None => &mut nothing,
     };
-    let mut run = Run { runtime: &mut runtime, watch: Watch::new(&mut progress, probe) };
+    let mut run = Run { executor: &mut *executor, plan: None, watch: Watch::new(&mut progress, probe) };
     let image = flux2.draw(&request, &mut run)?;
     let nodes = run.watch.nodes;
     let picture = Picture::from_tensor(&image)?;
@@ -109,7 +113,18 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     fs::create_dir_all(folder).with_context(|| format!("cannot make the folder {}", folder.display()))?;
     atomic_file::write(&arguments.out, existing, &picture.to_png(&provenance.texts())?)?;
     drop(progress);
-    print(&report(arguments, &request, &runtime, &nodes, started.elapsed().as_secs_f64()))
+    print(&report(arguments, &request, executor.device(), &nodes, started.elapsed().as_secs_f64()))
+}
+
+fn executor(
+    arguments: &Arguments,
+    exchange: &Path,
+    progress: &mut Progress,
+) -> anyhow::Result<Box<dyn Executor>> {
+    Ok(match arguments.in_process {
+        true => Box::new(arguments.device.start(progress)?),
+        false => Box::new(arguments.device.start_workers(exchange, progress)?),
+    })
 }
 
 fn request(arguments: &Arguments, flux2: &Flux2<'_>) -> anyhow::Result<Request> {
@@ -200,11 +215,10 @@ fn provenance(arguments: &Arguments, request: &Request, bundle: &Bundle) -> Prov
 fn report(
     arguments: &Arguments,
     request: &Request,
-    runtime: &Runtime,
+    device: &Device,
     nodes: &BTreeMap<String, usize>,
     seconds: f64,
 ) -> String {
-    let device = runtime.device();
     let seed = seed_of(request);
     if arguments.json {
         let report = serde_json::json!({

@@ -10,6 +10,8 @@ mod progress;
 mod report;
 mod verify;
 
+use std::path::Path;
+
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub use self::{
@@ -19,7 +21,10 @@ pub use self::{
 
 use crate::{
     pipeline::event::{Event, Listener},
-    runtime::{Provider, Runtime, RuntimeError, RuntimeOptions, attention_self_test},
+    runtime::{
+        Device, Executor, Provider, Runtime, RuntimeError, RuntimeOptions, Workers, attention_self_test,
+        serve,
+    },
 };
 
 /// Carries big models over small machines: turns checkpoints into staged ONNX bundles and runs them on any Vulkan GPU.
@@ -45,6 +50,9 @@ enum Command {
     Report(report::Arguments),
     Inspect(inspect::Arguments),
     Doctor(doctor::Arguments),
+    /// What `generate` starts for itself: one component of a model, served over standard input and output
+    #[command(hide = true)]
+    Worker,
 }
 
 /// Where graphs run.
@@ -61,15 +69,29 @@ struct DeviceArguments {
 impl DeviceArguments {
     /// Starts the runtime, measures what the device can be trusted with, and says what was chosen.
     fn start(&self, listener: &mut dyn Listener) -> Result<Runtime, RuntimeError> {
-        let mut runtime =
-            Runtime::start(&RuntimeOptions { provider: self.ep, adapter: self.adapter.clone() })?;
+        let mut runtime = Runtime::start(&self.options())?;
         attention_self_test(&mut runtime)?;
-        if let Some(why) = &runtime.device().note {
-            listener.on_event(Event::warning(format!("running on the CPU: {why}")));
-        }
-        listener.on_event(Event::note(format!("device: {}", runtime.device())));
+        announce(runtime.device(), listener);
         Ok(runtime)
     }
+
+    /// The same in a child process; tensors pass through files in `exchange`.
+    fn start_workers(&self, exchange: &Path, listener: &mut dyn Listener) -> Result<Workers, RuntimeError> {
+        let workers = Workers::start(self.options(), exchange)?;
+        announce(workers.device(), listener);
+        Ok(workers)
+    }
+
+    fn options(&self) -> RuntimeOptions {
+        RuntimeOptions { provider: self.ep, adapter: self.adapter.clone() }
+    }
+}
+
+fn announce(device: &Device, listener: &mut dyn Listener) {
+    if let Some(why) = &device.note {
+        listener.on_event(Event::warning(format!("running on the CPU: {why}")));
+    }
+    listener.on_event(Event::note(format!("device: {device}")));
 }
 
 /// How progress is shown on standard error.
@@ -119,6 +141,7 @@ pub fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Report(arguments) => report::run(&arguments),
         Command::Inspect(arguments) => inspect::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
+        Command::Worker => Ok(serve()?),
     }
 }
 

@@ -7,6 +7,7 @@ use std::{collections::BTreeMap, path::PathBuf, time::Instant};
 use viaduct_export::{
     arch::flux2::parameters::Parameters,
     bundle::{Bundle, BundleError, MANIFEST},
+    shapes::Sizes,
 };
 
 use super::{
@@ -23,12 +24,15 @@ use super::{
     size::Size,
 };
 use crate::{
-    runtime::{Binding, Runtime, RuntimeError, Stage},
+    plan::Plan,
+    runtime::{Binding, Executor, RuntimeError, Session},
     tensor::{HostTensor, Values},
 };
 
 /// The family whose bundles this pipeline runs.
 const FAMILY: &str = "flux2";
+/// The stage of the VAE's attention, which runs once per chunk of query rows.
+const ATTENTION: &str = "vae_attention";
 
 #[derive(Debug, thiserror::Error)]
 pub enum Flux2Error {
@@ -92,7 +96,9 @@ pub struct Flux2<'a> {
 
 /// One run: where it computes, and who watches.
 pub struct Run<'a> {
-    pub runtime: &'a mut Runtime,
+    pub executor: &'a mut dyn Executor,
+    /// How stages are set; as usual if there is none.
+    pub plan: Option<&'a Plan>,
     pub watch: Watch<'a>,
 }
 
@@ -129,6 +135,13 @@ impl<'a> Flux2<'a> {
 
     pub fn parameters(&self) -> &Parameters {
         &self.parameters
+    }
+
+    /// Sizes of all stages' symbols, with the plan's chunks.
+    fn sizes(&self, size: Size, steps: usize, plan: Option<&Plan>) -> Sizes {
+        let own = self.parameters.vae.attention_rows;
+        let rows = own.map(|rows| plan.map(|plan| plan.settings(ATTENTION)).unwrap_or_default().rows(rows));
+        self.parameters.sizes(size, steps, rows)
     }
 
     /// Draws one picture: [1,3,H,W] in -1..1, as the decoder leaves it.
@@ -170,10 +183,10 @@ impl<'a> Flux2<'a> {
         };
         let mask = text_mask(mask, pad_keys);
         let (cos, sin) = rope_tables_1d(text.length, text.head_dim, text.rope_theta)?;
-        let mut stage = self.stage("text_encoder", &[], run.runtime, &mut run.watch)?;
+        let mut stage = self.stage("text_encoder", &Sizes::new(), run.executor, run.plan, &mut run.watch)?;
         let inputs = [("inputs_embeds", &embeds), ("mask", &mask), ("rope_cos", &cos), ("rope_sin", &sin)];
         let embeds = stage.run(&inputs, &["prompt_embeds"])?.remove(0);
-        drop(stage);
+        close(stage, run.plan, &mut run.watch)?;
         check_finite("text_encoder", None, &embeds)?;
         Ok(run.watch.boundary("prompt_embeds", embeds))
     }
@@ -185,10 +198,11 @@ impl<'a> Flux2<'a> {
         let steps = &schedule.sigmas()[..schedule.steps()];
         let times = steps.iter().flat_map(|s| time_embedding(*s, channels, transformer.time_order)).collect();
         let times = HostTensor::f32(&[steps.len(), channels], times);
-        let mut stage = self.stage("modulation", &[("steps", steps.len())], run.runtime, &mut run.watch)?;
+        let sizes = Sizes::from([("steps".to_owned(), steps.len())]);
+        let mut stage = self.stage("modulation", &sizes, run.executor, run.plan, &mut run.watch)?;
         let outputs = ["dit_temb", MODULATIONS[0], MODULATIONS[1], MODULATIONS[2], MODULATIONS[3]];
         let mut tensors = stage.run(&[("time_embedding", &times)], &outputs)?;
-        drop(stage);
+        close(stage, run.plan, &mut run.watch)?;
         for (name, tensor) in outputs.iter().zip(&tensors) {
             if tensor.shape.first() != Some(&times.shape[0]) {
                 return Err(misshapen("modulation", name, format!("{} rows", times.shape[0]), tensor));
@@ -212,10 +226,9 @@ impl<'a> Flux2<'a> {
         let noise = run.watch.boundary("noise_nchw", self.noise(request)?);
         let mut latents = pack_latents(&noise)?;
         let (cos, sin) = self.joint_tables(request.size, run.watch.probe)?;
-        let tokens = request.size.tokens();
-        let bound = [("image_seq", tokens), ("joint_seq", self.parameters.text.length + tokens)];
-        let mut stage = self.stage("transformer", &bound, run.runtime, &mut run.watch)?;
-        let exposed = self.exposed(&stage)?;
+        let sizes = self.sizes(request.size, request.steps, run.plan);
+        let mut stage = self.stage("transformer", &sizes, run.executor, run.plan, &mut run.watch)?;
+        let exposed = self.exposed(&*stage)?;
         // What stays the same over the steps is uploaded once.
         for (name, tensor) in [("prompt_embeds", embeds), ("rope_cos", &cos), ("rope_sin", &sin)] {
             stage.bind(name, tensor)?;
@@ -227,7 +240,7 @@ impl<'a> Flux2<'a> {
             let mut inputs = vec![("latents", &latents)];
             inputs.extend(rows.iter().map(|(name, row)| (*name, row)));
             let wanted = if step == 0 { &exposed[..] } else { &[] };
-            let velocity = run_and_probe(&mut stage, &inputs, "pred", wanted, &mut run.watch)?;
+            let velocity = run_and_probe(&mut *stage, &inputs, "pred", wanted, &mut run.watch)?;
             check_finite("transformer", Some(step), &velocity)?;
             let velocity = run.watch.boundary(&format!("pred_step{step}"), velocity);
             schedule.euler_step(step, &mut latents, &velocity)?;
@@ -235,7 +248,7 @@ impl<'a> Flux2<'a> {
             let seconds = started.elapsed().as_secs_f64();
             run.watch.listener.on_event(Event::Step { index: step + 1, count, seconds });
         }
-        drop(stage);
+        close(stage, run.plan, &mut run.watch)?;
         check_varied("transformer", Some(count - 1), &latents)?;
         Ok(latents)
     }
@@ -283,25 +296,18 @@ impl<'a> Flux2<'a> {
     fn decode(&self, latents: &HostTensor, size: Size, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
         let [rows, columns] = size.grid();
         let latents = unpack_latents(latents, rows, columns)?;
-        let [height, width] =
-            [rows, columns].map(|n| n * self.parameters.vae.pixels_per_token / self.parameters.vae.downscale);
-        let bound = [
-            ("latent_height", rows),
-            ("latent_width", columns),
-            ("mid_height", height),
-            ("mid_width", width),
-        ];
-        let (mut x, mut attended) = self.decode_middle(&latents, &bound, run)?;
+        let sizes = self.sizes(size, self.parameters.schedule.steps, run.plan);
+        let (mut x, mut attended) = self.decode_middle(&latents, &sizes, run)?;
         let stages = &self.parameters.vae.post_stages;
         let mut input = "vae_mid_res0".to_owned();
         for name in stages {
-            let mut stage = self.stage(name, &[], run.runtime, &mut run.watch)?;
-            let exposed = self.exposed(&stage)?;
-            let output = stage.outputs().first().map(|o| o.name.clone()).unwrap_or_default();
+            let mut stage = self.stage(name, &sizes, run.executor, run.plan, &mut run.watch)?;
+            let exposed = self.exposed(&*stage)?;
+            let output = stage.outputs().into_iter().next().unwrap_or_default();
             let mut inputs = vec![(input.as_str(), &x)];
             inputs.extend(attended.as_ref().map(|attended| ("attn", attended)));
-            x = run_and_probe(&mut stage, &inputs, &output, &exposed, &mut run.watch)?;
-            drop(stage);
+            x = run_and_probe(&mut *stage, &inputs, &output, &exposed, &mut run.watch)?;
+            close(stage, run.plan, &mut run.watch)?;
             check_finite(name, None, &x)?;
             x = run.watch.boundary(&output, x);
             attended = None;
@@ -319,27 +325,26 @@ impl<'a> Flux2<'a> {
     fn decode_middle(
         &self,
         latents: &HostTensor,
-        sizes: &[(&str, usize)],
+        sizes: &Sizes,
         run: &mut Run<'_>,
     ) -> Result<(HostTensor, Option<HostTensor>), Flux2Error> {
-        let mut stage = self.stage("vae_pre", sizes, run.runtime, &mut run.watch)?;
-        let exposed = self.exposed(&stage)?;
+        let mut stage = self.stage("vae_pre", sizes, run.executor, run.plan, &mut run.watch)?;
+        let exposed = self.exposed(&*stage)?;
         let mut names = vec!["vae_mid_res0"];
-        let attention_rows = self.parameters.vae.attention_rows;
-        if attention_rows.is_some() {
+        if sizes.contains_key("chunk_rows") {
             names.extend(["q", "kt", "v"]);
         }
         let own = names.len();
         names.extend(exposed.iter().map(String::as_str));
         let mut tensors = stage.run(&[("latents", latents)], &names)?;
-        drop(stage);
+        close(stage, run.plan, &mut run.watch)?;
         for (name, tensor) in exposed.iter().zip(tensors.split_off(own)) {
             run.watch.boundary(name, tensor);
         }
         let residual = run.watch.boundary("vae_mid_res0", tensors.remove(0));
         check_finite("vae_pre", None, &residual)?;
-        let attended = match (attention_rows, <[HostTensor; 3]>::try_from(tensors)) {
-            (Some(rows), Ok(inputs)) => Some(self.attend(inputs, rows, run)?),
+        let attended = match (sizes.get("chunk_rows"), <[HostTensor; 3]>::try_from(tensors)) {
+            (Some(chunk), Ok(inputs)) => Some(self.attend(inputs, *chunk, sizes, run)?),
             _ => None,
         };
         Ok((residual, attended))
@@ -350,6 +355,7 @@ impl<'a> Flux2<'a> {
         &self,
         [q, kt, v]: [HostTensor; 3],
         chunk: usize,
+        sizes: &Sizes,
         run: &mut Run<'_>,
     ) -> Result<HostTensor, Flux2Error> {
         let shape = q.shape.clone();
@@ -359,14 +365,8 @@ impl<'a> Flux2<'a> {
         let kt = shaped("vae_pre", "kt", kt, &[1, channels, height, width])?;
         let v = shaped("vae_pre", "v", v, &shape)?;
         let rows = height * width;
-        let chunk = chunk.min(rows);
         let (kt, v) = (kt.reshaped(&[1, channels, rows]), v.reshaped(&[1, rows, channels]));
-        let mut stage = self.stage(
-            "vae_attention",
-            &[("chunk_rows", chunk), ("kv_rows", rows)],
-            run.runtime,
-            &mut run.watch,
-        )?;
+        let mut stage = self.stage(ATTENTION, sizes, run.executor, run.plan, &mut run.watch)?;
         stage.bind("kt", &kt)?;
         stage.bind("v", &v)?;
         let queries = q.into_f32();
@@ -374,8 +374,9 @@ impl<'a> Flux2<'a> {
         for part in queries.chunks(chunk * channels) {
             let part = HostTensor::f32(&[1, part.len() / channels, channels], part.to_vec());
             let result = stage.run(&[("q_chunk", &part)], &["attn_chunk"])?.remove(0);
-            attended.extend(shaped("vae_attention", "attn_chunk", result, &part.shape)?.into_f32());
+            attended.extend(shaped(ATTENTION, "attn_chunk", result, &part.shape)?.into_f32());
         }
+        close(stage, run.plan, &mut run.watch)?;
         Ok(HostTensor::f32(&shape, attended))
     }
 
@@ -383,18 +384,23 @@ impl<'a> Flux2<'a> {
     fn stage<'r>(
         &self,
         name: &str,
-        sizes: &[(&str, usize)],
-        runtime: &'r mut Runtime,
+        sizes: &Sizes,
+        executor: &'r mut dyn Executor,
+        plan: Option<&Plan>,
         watch: &mut Watch<'_>,
-    ) -> Result<Stage<'r>, Flux2Error> {
+    ) -> Result<Box<dyn Session + 'r>, Flux2Error> {
         let stages = &self.bundle.manifest.stages;
         let index = stages.iter().position(|stage| stage.name == name).map_or(0, |i| i + 1);
         watch.listener.on_event(Event::Stage { name: name.to_owned(), index, count: stages.len() });
-        let exposed: fn(&str) -> bool = match watch.probe.internals() {
-            true => |name| name.starts_with("dit_") || name.starts_with("vae_"),
-            false => |_| false,
+        let settings = plan.map(|plan| plan.settings(name)).unwrap_or_default();
+        let binding = Binding {
+            sizes,
+            exposed: if watch.probe.internals() { &["dit_", "vae_"] } else { &[] },
+            score_limit: settings.score_limit,
+            cache: settings.cache,
+            planned: plan.and_then(|plan| plan.bytes(name)),
         };
-        let stage = runtime.open_stage(self.bundle, name, &Binding { sizes, exposed })?;
+        let stage = executor.open_stage(self.bundle, name, &binding)?;
         for (provider, count) in stage.nodes() {
             *watch.nodes.entry(provider.clone()).or_default() += count;
         }
@@ -402,11 +408,21 @@ impl<'a> Flux2<'a> {
     }
 
     /// Names of a stage's exposed values: outputs that the bundle does not list.
-    fn exposed(&self, stage: &Stage<'_>) -> Result<Vec<String>, Flux2Error> {
+    fn exposed(&self, stage: &dyn Session) -> Result<Vec<String>, Flux2Error> {
         let listed = &self.bundle.stage(stage.name())?.outputs;
-        let names = stage.outputs().iter().map(|output| output.name.clone());
+        let names = stage.outputs().into_iter();
         Ok(names.filter(|name| !listed.iter().any(|port| port.name == *name)).collect())
     }
+}
+
+/// Ends a session and tells what its process took at its peak beside what was planned.
+fn close(stage: Box<dyn Session + '_>, plan: Option<&Plan>, watch: &mut Watch<'_>) -> Result<(), Flux2Error> {
+    let name = stage.name().to_owned();
+    let measured = stage.finish()?;
+    if let (Some(planned), Some(measured)) = (plan.and_then(|plan| plan.bytes(&name)), measured) {
+        watch.listener.on_event(Event::Memory { stage: name, planned, measured });
+    }
+    Ok(())
 }
 
 /// Position ids as [1, tokens, 4].
@@ -430,7 +446,7 @@ fn misshapen(stage: &str, name: &str, expected: String, tensor: &HostTensor) -> 
 
 /// Runs a stage for one output and hands the exposed values to the probe, which only looks at them.
 fn run_and_probe(
-    stage: &mut Stage<'_>,
+    stage: &mut dyn Session,
     inputs: &[(&str, &HostTensor)],
     output: &str,
     exposed: &[String],

@@ -151,6 +151,11 @@ impl Plan {
         self.stage(name).map(|stage| stage.settings).unwrap_or_default()
     }
 
+    /// Bytes that a stage's process is predicted to take.
+    pub fn bytes(&self, name: &str) -> Option<u64> {
+        self.stage(name).map(|stage| stage.predicted.total())
+    }
+
     /// The stage with the largest counted peak.
     pub fn largest(&self) -> Option<&PlannedStage> {
         self.stages.iter().rev().max_by_key(|stage| self.budget.counted(stage.predicted))

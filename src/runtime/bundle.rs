@@ -4,14 +4,15 @@ use viaduct_export::{
     bundle::Bundle,
     memory::BufferCache,
     onnx::{DType, Value, ValueType, read_model},
+    shapes::Sizes,
 };
 
 use super::{Runtime, RuntimeError, SCORE_LIMIT, Stage, lower::lower_within};
 
 /// How a stage is to be opened.
 pub struct Binding<'a> {
-    /// Sizes of the graph's named dimensions, where they are known.
-    pub sizes: &'a [(&'a str, usize)],
+    /// Sizes of named dimensions, those of other graphs among them; one that is missing stays open.
+    pub sizes: &'a Sizes,
     /// Values inside the graph that become outputs: those whose name begins with one of these.
     pub exposed: &'a [&'a str],
     /// Bytes of the largest score tensor of an attention that is written out.
@@ -21,15 +22,11 @@ pub struct Binding<'a> {
     pub planned: Option<u64>,
 }
 
-impl Default for Binding<'_> {
-    fn default() -> Self {
-        Binding {
-            sizes: &[],
-            exposed: &[],
-            score_limit: SCORE_LIMIT,
-            cache: BufferCache::default(),
-            planned: None,
-        }
+impl<'a> Binding<'a> {
+    /// As usual, under these sizes.
+    pub fn new(sizes: &'a Sizes) -> Binding<'a> {
+        let cache = BufferCache::default();
+        Binding { sizes, exposed: &[], score_limit: SCORE_LIMIT, cache, planned: None }
     }
 }
 
@@ -54,9 +51,8 @@ impl Runtime {
         let inner = graph.values().filter(|(id, value)| exposed(&value.name) && !graph.inputs.contains(id));
         let inner: Vec<String> = inner.map(|(_, value)| value.name.clone()).collect();
         let exposed: Vec<&str> = inner.iter().map(String::as_str).collect();
-        let sizes = binding.sizes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect();
         let unfit = |e| RuntimeError::Lower { stage: name.to_owned(), source: Box::new(e) };
-        lower_within(&mut model, &self.device().profile(), &sizes, &exposed, binding.score_limit)
+        lower_within(&mut model, &self.device().profile(), binding.sizes, &exposed, binding.score_limit)
             .map_err(unfit)?;
         self.open_model(name, model, binding.cache)
     }

@@ -29,7 +29,7 @@ use crate::{
         probe::NoProbe,
         size::{Size, SizeError},
     },
-    runtime::Runtime,
+    runtime::Executor,
 };
 
 #[derive(Debug, thiserror::Error)]
@@ -90,7 +90,7 @@ impl Report {
 pub fn verify(
     bundle: &Bundle,
     oracle: &Oracle,
-    runtime: &mut Runtime,
+    executor: &mut dyn Executor,
     listener: &mut dyn Listener,
 ) -> Result<Report, VerifyError> {
     let flux2 = Flux2::open(bundle)?;
@@ -99,7 +99,7 @@ pub fn verify(
     let request = request(&flux2, oracle)?;
 
     let mut comparer = Comparer::new(oracle, &gates);
-    let mut run = Run { runtime, watch: Watch::new(listener, &mut comparer) };
+    let mut run = Run { executor, plan: None, watch: Watch::new(listener, &mut comparer) };
     let forced = flux2.draw(&request, &mut run)?;
     let mut nodes = run.watch.nodes;
     if !oracle.names.contains("image_raw") {
@@ -107,7 +107,7 @@ pub fn verify(
     }
 
     let mut nothing = NoProbe;
-    let mut run = Run { runtime, watch: Watch::new(listener, &mut nothing) };
+    let mut run = Run { executor, plan: None, watch: Watch::new(listener, &mut nothing) };
     let free = to_unit(&flux2.draw(&request, &mut run)?);
     for (provider, count) in run.watch.nodes {
         *nodes.entry(provider).or_default() += count;
@@ -115,7 +115,7 @@ pub fn verify(
     comparer.free_picture(&free)?;
     compare_seed(&flux2, oracle, &request, &mut comparer)?;
     let (rows, not_compared) = comparer.finish()?;
-    let device = runtime.device().to_string();
+    let device = executor.device().to_string();
     Ok(Report { profile: bundle.manifest.profile.clone(), device, rows, not_compared, nodes })
 }
 

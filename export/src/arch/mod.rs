@@ -10,7 +10,9 @@ use std::path::Path;
 
 use crate::{
     onnx::{DType, Model, Tensor},
+    picture::SizeError,
     recipe::{Precision, Recipe},
+    shapes::Sizes,
 };
 
 /// What an architecture authors from.
@@ -26,12 +28,14 @@ pub struct Authoring<'a> {
 /// One graph of a bundle.
 pub struct StageGraph {
     pub name: String,
+    /// The part of the model that it belongs to: what may share a process, and what `components` of a profile name.
+    pub component: &'static str,
     pub model: Model,
 }
 
 impl StageGraph {
-    pub fn new(name: &str, model: Model) -> StageGraph {
-        StageGraph { name: name.to_owned(), model }
+    pub fn new(name: &str, component: &'static str, model: Model) -> StageGraph {
+        StageGraph { name: name.to_owned(), component, model }
     }
 }
 
@@ -60,6 +64,35 @@ pub enum ArchError {
     Flux2(#[from] flux2::Flux2Error),
 }
 
+/// What is to be drawn, as far as the sizes of a bundle's symbols depend on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SizesRequest {
+    /// Pixels.
+    pub width: usize,
+    pub height: usize,
+    pub steps: usize,
+    /// Query rows per run of a chunked attention, in place of the bundle's own.
+    pub attention_rows: Option<usize>,
+}
+
+/// Why a request has no sizes.
+#[derive(Debug, thiserror::Error)]
+pub enum SizesError {
+    #[error("parameters of family '{family}': {source}")]
+    Unreadable { family: &'static str, source: serde_json::Error },
+    #[error("parameters of family '{family}': {problem}")]
+    Parameters { family: &'static str, problem: String },
+    #[error(transparent)]
+    Picture(#[from] SizeError),
+    #[error("{steps} steps: a picture takes 1 to {MAX_STEPS}")]
+    Steps { steps: usize },
+    #[error("0 query rows per run of the attention: at least 1 is needed")]
+    AttentionRows,
+}
+
+/// The most steps of a schedule.
+pub const MAX_STEPS: usize = 1000;
+
 /// One supported model family.
 pub struct Architecture {
     pub family: &'static str,
@@ -67,6 +100,8 @@ pub struct Architecture {
     /// Whether a checkpoint folder holds this family.
     pub detects: fn(&Path) -> bool,
     pub author: fn(&Authoring<'_>) -> Result<Authored, ArchError>,
+    /// Sizes of all symbols of all stages, from a bundle's parameters and what is to be drawn.
+    pub sizes: fn(&serde_json::Value, &SizesRequest) -> Result<Sizes, SizesError>,
 }
 
 pub const ARCHITECTURES: &[Architecture] = &[Architecture {
@@ -74,4 +109,10 @@ pub const ARCHITECTURES: &[Architecture] = &[Architecture {
     default_recipe: "flux2-klein",
     detects: flux2::detects,
     author: |request| Ok(flux2::author(request)?),
+    sizes: flux2::sizes,
 }];
+
+/// The architecture of a bundle's family, by the name in its manifest.
+pub fn architecture(family: &str) -> Option<&'static Architecture> {
+    ARCHITECTURES.iter().find(|architecture| architecture.family == family)
+}

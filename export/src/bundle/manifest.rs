@@ -45,6 +45,9 @@ pub struct Origin {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Stage {
     pub name: String,
+    /// The part of the model that the stage belongs to. Stages of one component may share a process.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub component: Option<String>,
     pub graph: String,
     pub inputs: Vec<Port>,
     pub outputs: Vec<Port>,
@@ -76,11 +79,17 @@ pub struct FileEntry {
 }
 
 impl Stage {
+    /// The stage's component; a stage of a manifest that names none is one by itself.
+    pub fn component(&self) -> &str {
+        self.component.as_deref().unwrap_or(&self.name)
+    }
+
     /// The stage's entry, read off its graph.
-    pub fn describe(name: &str, graph: &Graph, file: &str) -> Stage {
+    pub fn describe(name: &str, component: &str, graph: &Graph, file: &str) -> Stage {
         let ports = |ids: &[ValueId]| ids.iter().map(|id| port(graph, *id)).collect();
         Stage {
             name: name.to_owned(),
+            component: Some(component.to_owned()),
             graph: file.to_owned(),
             inputs: ports(&graph.inputs),
             outputs: ports(&graph.outputs),

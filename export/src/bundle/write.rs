@@ -326,7 +326,7 @@ impl FolderWriter<'_> {
                 bytes: f.bytes,
                 sha256: f.sha256,
             }));
-            stages.push(Stage::describe(&stage.name, &stage.model.graph, &file));
+            stages.push(Stage::describe(&stage.name, stage.component, &stage.model.graph, &file));
         }
         Ok(stages)
     }

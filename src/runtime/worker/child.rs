@@ -7,7 +7,7 @@ use std::{
     path::PathBuf,
 };
 
-use viaduct_export::{bundle::Bundle, memory::BufferCache};
+use viaduct_export::{bundle::Bundle, memory::BufferCache, shapes::Sizes};
 
 use super::{
     exchange::Exchange,
@@ -58,7 +58,7 @@ fn start(options: &RuntimeOptions, fused_attention: Option<bool>) -> Result<Runt
 struct Open {
     bundle: PathBuf,
     stage: String,
-    sizes: Vec<(String, usize)>,
+    sizes: Sizes,
     exposed: Vec<String>,
     score_limit: u64,
     cache: BufferCache,
@@ -68,11 +68,9 @@ impl Open {
     fn stage<'r>(&self, runtime: &'r mut Runtime) -> Result<Stage<'r>, RuntimeError> {
         peak::restart();
         let bundle = Bundle::open(&self.bundle)?;
-        let sizes: Vec<(&str, usize)> =
-            self.sizes.iter().map(|(name, size)| (name.as_str(), *size)).collect();
         let exposed: Vec<&str> = self.exposed.iter().map(String::as_str).collect();
         let binding = Binding {
-            sizes: &sizes,
+            sizes: &self.sizes,
             exposed: &exposed,
             score_limit: self.score_limit,
             cache: self.cache,

@@ -1,7 +1,7 @@
 //! One child process: started, spoken to, and never left behind.
 
 use std::{
-    io::{BufRead, BufReader, Write},
+    io::{BufRead, BufReader, Read, Write},
     os::unix::process::{CommandExt, ExitStatusExt},
     process::{Child, ChildStdin, Command, ExitStatus, Stdio},
     sync::mpsc::{Receiver, RecvTimeoutError, channel},
@@ -49,10 +49,9 @@ impl Process {
         std::thread::spawn(move || {
             let Some(output) = output else { return };
             let mut output = BufReader::new(output);
-            loop {
-                let mut line = String::new();
-                let read = std::io::Read::by_ref(&mut output).take(MAX_LINE).read_line(&mut line);
-                if !read.is_ok_and(|bytes| bytes > 0) || lines.send(line).is_err() {
+            let mut line = String::new();
+            while output.by_ref().take(MAX_LINE).read_line(&mut line).is_ok_and(|bytes| bytes > 0) {
+                if lines.send(std::mem::take(&mut line)).is_err() {
                     return;
                 }
             }

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, path::PathBuf};
 
 use serde::{Deserialize, Serialize};
-use viaduct_export::memory::BufferCache;
+use viaduct_export::{memory::BufferCache, shapes::Sizes};
 
 use crate::runtime::{Device, RuntimeOptions};
 
@@ -21,7 +21,7 @@ pub(super) enum Request {
     Open {
         bundle: PathBuf,
         stage: String,
-        sizes: Vec<(String, usize)>,
+        sizes: Sizes,
         exposed: Vec<String>,
         score_limit: u64,
         cache: BufferCache,

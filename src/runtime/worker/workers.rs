@@ -115,7 +115,7 @@ impl Executor for Workers {
         let request = Request::Open {
             bundle: bundle.folder.clone(),
             stage: name.to_owned(),
-            sizes: binding.sizes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect(),
+            sizes: binding.sizes.clone(),
             exposed: binding.exposed.iter().map(|prefix| (*prefix).to_owned()).collect(),
             score_limit: binding.score_limit,
             cache: binding.cache,

@@ -17,9 +17,14 @@ use self::{
     config::Config,
     parameters::{Embedding, EmbeddingType, MAX_TEXT_LENGTH, Parameters, TextIds, TimeOrder},
 };
-use super::{Authored, Authoring, RawFile, StageGraph, author::AuthorError, blocks::rope::Pairing};
+use super::{
+    Authored, Authoring, MAX_STEPS, RawFile, SizesError, SizesRequest, StageGraph, author::AuthorError,
+    blocks::rope::Pairing,
+};
 use crate::{
+    picture::Size,
     recipe::{Compute, RecipeError},
+    shapes::Sizes,
     weights::{Checkpoint, WeightsError},
 };
 
@@ -103,6 +108,22 @@ struct VaeSection {
     attention_rows: usize,
 }
 
+/// Sizes of all symbols, from a bundle's parameters: the family's [`super::Architecture::sizes`].
+pub fn sizes(parameters: &serde_json::Value, request: &SizesRequest) -> Result<Sizes, SizesError> {
+    const FAMILY: &str = "flux2";
+    let parameters = Parameters::deserialize(parameters)
+        .map_err(|source| SizesError::Unreadable { family: FAMILY, source })?;
+    parameters.check().map_err(|problem| SizesError::Parameters { family: FAMILY, problem })?;
+    let size = Size::new(request.width, request.height, parameters.vae.pixels_per_token)?;
+    if request.steps == 0 || request.steps > MAX_STEPS {
+        return Err(SizesError::Steps { steps: request.steps });
+    }
+    if request.attention_rows == Some(0) {
+        return Err(SizesError::AttentionRows);
+    }
+    Ok(parameters.sizes(size, request.steps, request.attention_rows))
+}
+
 /// Whether a folder holds this family in diffusers layout.
 pub fn detects(root: &Path) -> bool {
     let config = std::fs::read_to_string(root.join("transformer/config.json")).unwrap_or_default();
@@ -139,13 +160,13 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, Flux2Error> {
     let attention_rows = decoder.attention.as_ref().map(|_| vae.attention_rows);
     let post_stages = decoder.post.iter().map(|p| p.0.clone()).collect();
     let mut stages = vec![
-        StageGraph::new("text_encoder", encoder),
-        StageGraph::new("modulation", modulation),
-        StageGraph::new("transformer", transformer),
-        StageGraph::new("vae_pre", decoder.pre),
+        StageGraph::new("text_encoder", "text_encoder", encoder),
+        StageGraph::new("modulation", "transformer", modulation),
+        StageGraph::new("transformer", "transformer", transformer),
+        StageGraph::new("vae_pre", "vae_decoder", decoder.pre),
     ];
-    stages.extend(decoder.attention.map(|model| StageGraph::new("vae_attention", model)));
-    stages.extend(decoder.post.into_iter().map(|(name, model)| StageGraph::new(&name, model)));
+    stages.extend(decoder.attention.map(|model| StageGraph::new("vae_attention", "vae_decoder", model)));
+    stages.extend(decoder.post.into_iter().map(|(name, model)| StageGraph::new(&name, "vae_decoder", model)));
     let parameters = Parameters {
         text: parameters::Text {
             length: text.length,
@@ -234,7 +255,7 @@ fn check_settings(
     for (key, value, limit) in [
         ("text_encoder.length", text.length, MAX_TEXT_LENGTH),
         ("vae_decoder.attention_rows", vae.attention_rows, 1 << 24),
-        ("schedule.steps", schedule.steps, 1000),
+        ("schedule.steps", schedule.steps, MAX_STEPS),
     ] {
         if value == 0 || value > limit {
             return Err(setting(key, &[value], format!("expected 1 to {limit}")));

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::{arch::MAX_STEPS, picture::Size, shapes::Sizes};
+
 /// The most rows that a text may have: its mask is quadratic.
 pub const MAX_TEXT_LENGTH: usize = 1 << 13;
 
@@ -112,7 +114,7 @@ impl Parameters {
             ("vae.downscale", vae.downscale, 1 << 10),
             ("vae.default_side", vae.default_side, 1 << 14),
             ("vae.attention_rows", vae.attention_rows.unwrap_or(1), 1 << 24),
-            ("schedule.steps", self.schedule.steps, 1000),
+            ("schedule.steps", self.schedule.steps, MAX_STEPS),
         ];
         if let Some((key, value, most)) = numbers.iter().find(|(_, value, most)| *value == 0 || value > most)
         {
@@ -126,5 +128,104 @@ impl Parameters {
             return Err(format!("vae.pixels_per_token {pixels} is no multiple of vae.downscale {downscale}"));
         }
         Ok(())
+    }
+
+    /// Sizes of all symbols of all stages, for parameters that passed [`Parameters::check`] and a size that is legal
+    /// for them. `attention_rows` takes the place of the bundle's own query rows per run of the middle attention.
+    pub fn sizes(&self, size: Size, steps: usize, attention_rows: Option<usize>) -> Sizes {
+        let (vae, grid) = (&self.vae, size.grid());
+        // A legal size has at most 2^14 pixels a side and 2^26 in all, and no side below is longer: nothing overflows.
+        let middle = grid.map(|tokens| tokens * (vae.pixels_per_token / vae.downscale));
+        let mut sizes = Sizes::from([
+            ("image_seq".to_owned(), size.tokens()),
+            ("joint_seq".to_owned(), self.text.length + size.tokens()),
+            ("steps".to_owned(), steps),
+        ]);
+        let mut sides = |place: &str, [height, width]: [usize; 2]| {
+            sizes.insert(format!("{place}_height"), height);
+            sizes.insert(format!("{place}_width"), width);
+        };
+        sides("latent", grid);
+        sides("mid", middle);
+        // Every up block but the last doubles the sides.
+        for level in 0..vae.downscale.ilog2() {
+            sides(&format!("up{level}"), middle.map(|side| side << (level + 1)));
+        }
+        sides("image", [size.height(), size.width()]);
+        if let Some(own) = vae.attention_rows {
+            let rows = middle[0] * middle[1];
+            sizes.insert("kv_rows".to_owned(), rows);
+            sizes.insert("chunk_rows".to_owned(), attention_rows.unwrap_or(own).min(rows));
+        }
+        sizes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parameters() -> Parameters {
+        serde_json::from_value(serde_json::json!({
+            "text": {
+                "length": 512, "pad_id": 0, "taps": [9], "head_dim": 128, "rope_theta": 1e6, "mask_padding": true,
+                "embedding": { "file": "embedding.bin", "dtype": "f16", "rows": 9, "width": 4 },
+            },
+            "transformer": {
+                "channels": 128, "blocks": [5, 20], "width": 3072, "axes": [32, 32, 32, 32], "rope_theta": 2000.0,
+                "time_channels": 256, "time_order": "cos_first", "text_ids": "index",
+            },
+            "vae": {
+                "pixels_per_token": 16, "downscale": 8, "default_side": 1024, "attention_rows": 1024,
+                "post_stages": ["vae_post0"],
+            },
+            "schedule": { "steps": 4 },
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn every_symbol_has_its_size() {
+        let size = Size::new(1024, 512, 16).unwrap();
+        let expected = [
+            ("chunk_rows", 1024),
+            ("image_height", 512),
+            ("image_seq", 2048),
+            ("image_width", 1024),
+            ("joint_seq", 2560),
+            ("kv_rows", 8192),
+            ("latent_height", 32),
+            ("latent_width", 64),
+            ("mid_height", 64),
+            ("mid_width", 128),
+            ("steps", 4),
+            ("up0_height", 128),
+            ("up0_width", 256),
+            ("up1_height", 256),
+            ("up1_width", 512),
+            ("up2_height", 512),
+            ("up2_width", 1024),
+        ];
+        let expected = Sizes::from(expected.map(|(name, size)| (name.to_owned(), size)));
+        assert_eq!(parameters().sizes(size, 4, None), expected);
+    }
+
+    #[test]
+    fn no_chunk_has_more_rows_than_there_are() {
+        let size = Size::new(16, 16, 16).unwrap();
+        assert_eq!(parameters().sizes(size, 4, None)["chunk_rows"], 4);
+        assert_eq!(parameters().sizes(size, 4, Some(3))["chunk_rows"], 3);
+        let mut bare = parameters();
+        bare.vae.attention_rows = None;
+        assert!(!bare.sizes(size, 4, Some(3)).contains_key("chunk_rows"));
+    }
+
+    #[test]
+    fn the_longest_sides_do_not_overflow() {
+        let mut extreme = parameters();
+        (extreme.vae.pixels_per_token, extreme.vae.downscale) = (1024, 1);
+        extreme.check().unwrap();
+        let size = Size::new(16384, 4096, 1024).unwrap();
+        assert_eq!(extreme.sizes(size, 1000, None)["kv_rows"], 1 << 26);
     }
 }
