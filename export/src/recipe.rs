@@ -15,7 +15,13 @@ use serde::{Deserialize, Serialize};
 use crate::{files::read_limited, onnx::DType};
 
 /// The recipes that ship with the program.
-const RECIPES: &[(&str, &str)] = &[("flux2-klein", include_str!("../recipes/flux2-klein.toml"))];
+const RECIPES: &[(&str, &str)] = &[
+    ("flux2-klein", include_str!("../recipes/flux2-klein.toml")),
+    ("flux2-klein-4b", include_str!("../recipes/flux2-klein-4b.toml")),
+    ("flux2-klein-9b", include_str!("../recipes/flux2-klein-9b.toml")),
+];
+/// The section that states what the config files of the recipe's published checkpoint say.
+pub const CONFIGS: &str = "configs";
 /// The name of a checkpoint folder's own recipe.
 pub const RECIPE_FILE: &str = "recipe.toml";
 const MAX_RECIPE_BYTES: u64 = 1 << 20;
@@ -34,6 +40,10 @@ pub enum RecipeError {
     BadSet { message: String },
     #[error("{}: {source}", path.display())]
     Read { path: PathBuf, source: std::io::Error },
+    #[error(
+        "recipe '{name}' has no [{CONFIGS}], so a checkpoint is needed for its dimensions; recipes that have them: {known}"
+    )]
+    NoConfigs { name: String, known: String },
     #[error("recipe {origin}: {message}")]
     Invalid { origin: String, message: String },
 }
@@ -212,8 +222,8 @@ impl Recipe {
     ) -> Result<Chosen, RecipeError> {
         let own = checkpoint.join(RECIPE_FILE);
         let (origin, table) = match asked {
-            Some(name) if name.ends_with(".toml") => (name.to_owned(), read_table(Path::new(name))?),
-            Some(name) => (format!("'{name}' (--recipe)"), shipped_table(name)?),
+            Some(name) if name.ends_with(".toml") => (name.to_owned(), named_table(name)?),
+            Some(name) => (format!("'{name}' (--recipe)"), named_table(name)?),
             None if own.symlink_metadata().is_ok() => (own.display().to_string(), read_table(&own)?),
             None => {
                 let mut table = shipped_table(family_default)?;
@@ -222,19 +232,21 @@ impl Recipe {
                 (format!("'{family_default}' (the family's default)"), table)
             }
         };
-        let invalid = |message: String| RecipeError::Invalid { origin: origin.clone(), message };
         let mut table = with_base(table)?;
-        state_defaults(&mut table);
-        let name = table.get("name").and_then(|n| n.as_str()).unwrap_or("unnamed").to_owned();
-        // What is wrong before anything is set is the file's fault, what is wrong after it the setting's.
-        let mut recipe = resolve(table.clone()).map_err(invalid)?;
-        if !set.is_empty() {
-            for (key, value) in set {
-                set_value(&mut table, &name, key, value)?;
-            }
-            recipe = resolve(table).map_err(|message| RecipeError::BadSet { message })?;
+        // The checkpoint's own config files count.
+        table.remove(CONFIGS);
+        Ok(Chosen { recipe: finish(table, &origin, set)?, origin })
+    }
+
+    /// A shipped recipe or a `.toml` file, with the configs that it carries: for plans that are made without a
+    /// checkpoint.
+    pub fn with_configs(name: &str, set: &[(String, String)]) -> Result<Recipe, RecipeError> {
+        let recipe = finish(with_base(named_table(name)?)?, &format!("'{name}'"), set)?;
+        if recipe.sections.contains_key(CONFIGS) {
+            return Ok(recipe);
         }
-        Ok(Chosen { recipe, origin })
+        let known = RECIPES.iter().filter(|(_, text)| text.contains("\n[configs."));
+        Err(RecipeError::NoConfigs { name: name.to_owned(), known: join(known.map(|r| r.0)) })
     }
 
     pub fn profile(&self, name: &str) -> Result<&Precision, RecipeError> {
@@ -290,6 +302,22 @@ impl Recipe {
     }
 }
 
+/// Resolves a recipe whose base is laid under it.
+fn finish(mut table: toml::Table, origin: &str, set: &[(String, String)]) -> Result<Recipe, RecipeError> {
+    let invalid = |message: String| RecipeError::Invalid { origin: origin.to_owned(), message };
+    state_defaults(&mut table);
+    let name = table.get("name").and_then(|n| n.as_str()).unwrap_or("unnamed").to_owned();
+    // What is wrong before anything is set is the file's fault, what is wrong after it the setting's.
+    let recipe = resolve(table.clone()).map_err(invalid)?;
+    if set.is_empty() {
+        return Ok(recipe);
+    }
+    for (key, value) in set {
+        set_value(&mut table, &name, key, value)?;
+    }
+    resolve(table).map_err(|message| RecipeError::BadSet { message })
+}
+
 fn resolve(table: toml::Table) -> Result<Recipe, String> {
     // The message, and on a second line where.
     let words = |e: toml::de::Error| e.to_string().trim().replace('\n', " ");
@@ -297,6 +325,10 @@ fn resolve(table: toml::Table) -> Result<Recipe, String> {
     recipe.check_rules()?;
     recipe.check_gates()?;
     Ok(recipe)
+}
+
+fn named_table(name: &str) -> Result<toml::Table, RecipeError> {
+    if name.ends_with(".toml") { read_table(Path::new(name)) } else { shipped_table(name) }
 }
 
 fn shipped_table(name: &str) -> Result<toml::Table, RecipeError> {
@@ -326,7 +358,7 @@ fn parse(text: &str, origin: &str) -> Result<toml::Table, RecipeError> {
 fn with_base(mut table: toml::Table) -> Result<toml::Table, RecipeError> {
     match table.remove("base") {
         Some(toml::Value::String(base)) => {
-            let mut result = shipped_table(&base)?;
+            let mut result = with_base(shipped_table(&base)?)?;
             // Another model's recipe says nothing of where this one's weights come from.
             result.remove("source");
             overlay(&mut result, table);

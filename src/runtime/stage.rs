@@ -14,7 +14,7 @@ use ort::{
         IoBinding, Session,
         builder::{GraphOptimizationLevel, SessionBuilder},
     },
-    value::{DynValue, Outlet, PrimitiveTensorElementType, Tensor, TensorElementType, TensorRef, ValueType},
+    value::{DynValue, Outlet, PrimitiveTensorElementType, Tensor, TensorElementType, ValueType},
 };
 use viaduct_export::{
     memory::BufferCache,
@@ -67,8 +67,6 @@ pub struct Stage<'r> {
     outputs: Vec<TensorInfo>,
     /// Shapes of the inputs that stay bound.
     bound: BTreeMap<String, Vec<usize>>,
-    /// Inputs that a session on the CPU reads in place, for as long as they are bound.
-    held: BTreeMap<String, HostTensor>,
     nodes: BTreeMap<String, usize>,
     load_time: Duration,
 }
@@ -99,7 +97,6 @@ impl Runtime {
             outputs: info(session.outputs())?,
             session,
             bound: BTreeMap::new(),
-            held: BTreeMap::new(),
             nodes: assignment.nodes,
             load_time: start.elapsed(),
         })
@@ -236,12 +233,7 @@ impl Stage<'_> {
             Values::I64(v) => bind(&mut self.binding, name, &tensor.shape, v),
             Values::U8(v) => bind(&mut self.binding, name, &tensor.shape, v),
         };
-        bound.map_err(|e| RuntimeError::from_run(&self.name, format!("input {name}: {}", e.message())))?;
-        if self.device.provider == Provider::Cpu {
-            // After the binding, which lets go of the tensor that was held before.
-            self.held.insert(name.to_owned(), tensor.clone());
-        }
-        Ok(())
+        bound.map_err(|e| RuntimeError::from_run(&self.name, format!("input {name}: {}", e.message())))
     }
 
     /// Compares inputs with the session's: names, element types, ranks, sizes, and that a symbol means one size.
@@ -310,16 +302,13 @@ fn frugal(builder: SessionBuilder, model: &[u8]) -> Result<SessionBuilder, Strin
     builder.with_prepacking(model.windows(REPACKED.len()).any(|part| part == REPACKED)).map_err(text)
 }
 
-/// Binds a view. A device copies it at once; a session on the CPU reads it in place, see [`Stage::held`].
 fn bind<T>(binding: &mut IoBinding, name: &str, shape: &[usize], values: &[T]) -> ort::Result<()>
 where
     T: PrimitiveTensorElementType + Clone + std::fmt::Debug + Copy + 'static,
 {
-    if values.is_empty() {
-        // A view of nothing is refused, a vector of nothing is not.
-        return binding.bind_input(name, &Tensor::from_array((shape.to_vec(), values.to_vec()))?);
-    }
-    binding.bind_input(name, &*TensorRef::from_array_view((shape, values))?)
+    // An owned copy: a session on the CPU reads it in place for as long as it is bound, and the binding makes a copy of
+    // its own of a view, in a session of its own.
+    binding.bind_input(name, &Tensor::from_array((shape.to_vec(), values.to_vec()))?)
 }
 
 /// An output of a run in the runtime's memory.

@@ -13,12 +13,33 @@ use crate::{
     picture::SizeError,
     recipe::{Precision, Recipe},
     shapes::Sizes,
+    weights::{Checkpoint, WeightsError},
 };
+
+/// Where dimensions and weights come from.
+#[derive(Clone, Copy, Debug)]
+pub enum Source<'a> {
+    /// A checkpoint's folder.
+    Checkpoint(&'a Path),
+    /// The config files in a checkpoint's folder. Weights have shapes and no values, whether or not they are there.
+    ConfigFiles(&'a Path),
+    /// The configs that the recipe carries. Weights have shapes and no values.
+    Recipe,
+}
+
+impl Source<'_> {
+    /// The weights of a component.
+    pub fn weights(&self, component: &str) -> Result<Checkpoint, WeightsError> {
+        match self {
+            Source::Checkpoint(root) => Checkpoint::open(&root.join(component)),
+            Source::ConfigFiles(_) | Source::Recipe => Ok(Checkpoint::described()),
+        }
+    }
+}
 
 /// What an architecture authors from.
 pub struct Authoring<'a> {
-    /// The checkpoint's folder.
-    pub source: &'a Path,
+    pub source: Source<'a>,
     pub recipe: &'a Recipe,
     pub profile: &'a Precision,
     /// A planted fault, for tests of `verify`.
@@ -78,6 +99,8 @@ pub struct SizesRequest {
 /// Why a request has no sizes.
 #[derive(Debug, thiserror::Error)]
 pub enum SizesError {
+    #[error("the bundle is of family '{family}', of which this program knows no sizes")]
+    Family { family: String },
     #[error("parameters of family '{family}': {source}")]
     Unreadable { family: &'static str, source: serde_json::Error },
     #[error("parameters of family '{family}': {problem}")]
@@ -100,6 +123,9 @@ pub struct Architecture {
     /// Whether a checkpoint folder holds this family.
     pub detects: fn(&Path) -> bool,
     pub author: fn(&Authoring<'_>) -> Result<Authored, ArchError>,
+    /// The stages of the image decoder alone, cut before the given up blocks whatever the recipe says: cheap enough
+    /// to compare cuts.
+    pub author_decoder: fn(&Authoring<'_>, &[usize]) -> Result<Vec<StageGraph>, ArchError>,
     /// Sizes of all symbols of all stages, from a bundle's parameters and what is to be drawn.
     pub sizes: fn(&serde_json::Value, &SizesRequest) -> Result<Sizes, SizesError>,
 }
@@ -109,6 +135,7 @@ pub const ARCHITECTURES: &[Architecture] = &[Architecture {
     default_recipe: "flux2-klein",
     detects: flux2::detects,
     author: |request| Ok(flux2::author(request)?),
+    author_decoder: |request, cuts| Ok(flux2::author_decoder(request, cuts)?),
     sizes: flux2::sizes,
 }];
 

@@ -1,9 +1,13 @@
 //! Bundles: a folder with `bundle.json`, one graph per stage, weight files, and the tokenizer.
 
 mod manifest;
+mod outline;
 mod read;
+mod stages;
 mod write;
 
 pub use manifest::{FORMAT, FileEntry, MANIFEST, Manifest, Origin, Port, PortDim, Stage};
+pub use outline::{Outline, OutlineRequest, OutlineSource};
 pub use read::{Bundle, BundleError};
+pub use stages::Stages;
 pub use write::{ExportError, ExportEvent, ExportRequest, ExportSummary, export};

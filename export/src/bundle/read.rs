@@ -9,6 +9,7 @@ use std::{
 use sha2::{Digest, Sha256};
 
 use super::{FORMAT, FileEntry, MANIFEST, Manifest, Stage};
+use crate::onnx::ReadError;
 
 /// Larger than any manifest with thousands of files.
 const MAX_MANIFEST_BYTES: u64 = 16 << 20;
@@ -35,6 +36,8 @@ pub enum BundleError {
     Hash { path: PathBuf, expected: String, found: String },
     #[error("{}: the stage '{stage}' is not in this bundle", path.display())]
     NoStage { path: PathBuf, stage: String },
+    #[error(transparent)]
+    Graph(#[from] Box<ReadError>),
     #[error("{}: stage '{stage}' names graph '{graph}', which {MANIFEST} does not list among its files", path.display())]
     Unlisted { path: PathBuf, stage: String, graph: String },
     #[error("{}: parameters of family '{family}': {source}", path.display())]

@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 
 use super::{Bundle, BundleError, FORMAT, FileEntry, MANIFEST, Manifest, Origin, Stage, read::hex};
 use crate::{
-    arch::{ARCHITECTURES, ArchError, Architecture, Authored, Authoring, RawFile},
+    arch::{ARCHITECTURES, ArchError, Architecture, Authored, Authoring, RawFile, Source},
     files::read_limited,
     onnx::{Bytes, Tensor, WriteError, WriteOptions, write_model_with},
     quant,
@@ -29,6 +29,8 @@ pub enum ExportError {
     UnknownFamily { path: PathBuf, families: String },
     #[error("recipe '{recipe}' is for family '{family}', but the checkpoint is of family '{found}'")]
     FamilyMismatch { recipe: String, family: String, found: String },
+    #[error("recipe '{recipe}' is for family '{family}', which this program does not know")]
+    NoSuchFamily { recipe: String, family: String },
     #[error("{} exists; choose another -o or pass --force to replace it", path.display())]
     Exists { path: PathBuf },
     #[error("{} exists and is not a bundle (no {MANIFEST}); it is not replaced even with --force", path.display())]
@@ -106,16 +108,15 @@ pub fn export(
     let Chosen { recipe, origin } =
         Recipe::choose(request.recipe, request.source, architecture.default_recipe, request.set)?;
     progress(ExportEvent::Recipe { name: recipe.name.clone(), origin });
-    if recipe.family != architecture.family {
-        return Err(ExportError::FamilyMismatch {
-            recipe: recipe.name.clone(),
-            family: recipe.family.clone(),
-            found: architecture.family.to_owned(),
-        });
-    }
+    check_family(&recipe, architecture)?;
     let profile = recipe.profile(request.profile)?;
     check_target(request)?;
-    let authoring = Authoring { source: request.source, recipe: &recipe, profile, fault: request.fault };
+    let authoring = Authoring {
+        source: Source::Checkpoint(request.source),
+        recipe: &recipe,
+        profile,
+        fault: request.fault,
+    };
     let authored = (architecture.author)(&authoring)?;
     progress(ExportEvent::Total { bytes: authored_bytes(&authored) });
 
@@ -149,13 +150,24 @@ pub fn export(
     Ok(ExportSummary { manifest, bytes })
 }
 
-fn detect(source: &Path) -> Result<&'static Architecture, ExportError> {
+pub(super) fn detect(source: &Path) -> Result<&'static Architecture, ExportError> {
     if !source.is_dir() {
         return Err(ExportError::NotAFolder { path: source.to_owned() });
     }
     ARCHITECTURES.iter().find(|a| (a.detects)(source)).ok_or_else(|| ExportError::UnknownFamily {
         path: source.to_owned(),
         families: ARCHITECTURES.iter().map(|a| a.family).collect::<Vec<_>>().join(", "),
+    })
+}
+
+pub(super) fn check_family(recipe: &Recipe, architecture: &Architecture) -> Result<(), ExportError> {
+    if recipe.family == architecture.family {
+        return Ok(());
+    }
+    Err(ExportError::FamilyMismatch {
+        recipe: recipe.name.clone(),
+        family: recipe.family.clone(),
+        found: architecture.family.to_owned(),
     })
 }
 

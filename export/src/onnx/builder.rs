@@ -67,12 +67,13 @@ impl Builder {
         id
     }
 
-    /// An unnamed small constant; equal ones are stored once.
+    /// An unnamed small constant; equal ones are stored once, unless their values are not known yet.
     pub fn small_constant(&mut self, tensor: Tensor) -> ValueId {
-        let bytes = match &tensor.bytes {
-            super::Bytes::Inline(bytes) => bytes.to_vec(),
-            _ => unreachable!("small constants are made in memory"),
+        let super::Bytes::Inline(bytes) = &tensor.bytes else {
+            let name = self.unique("const");
+            return self.constant(&name, tensor);
         };
+        let bytes = bytes.to_vec();
         let key = (tensor.dtype, tensor.shape.clone(), bytes);
         if let Some(id) = self.small_constants.get(&key) {
             return *id;

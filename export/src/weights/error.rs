@@ -85,6 +85,9 @@ pub enum WeightsError {
     #[error("{}: tensor `{tensor}` is {name}; only F32, F16 and BF16 weights can be used", path.display())]
     WrongDType { path: PathBuf, tensor: String, dtype: DType, name: String },
 
+    #[error("tensor `{tensor}` of shape {shape:?} is larger than any that could be stored")]
+    TooLarge { tensor: String, shape: Vec<usize> },
+
     #[error("{}: {len} bytes, at most {max} allowed for a JSON file", path.display())]
     JsonTooLarge { path: PathBuf, len: u64, max: u64 },
 

@@ -4,6 +4,7 @@
 //! is opened: a truncated shard or a stale index is an error before the first weight is used.
 
 mod config;
+mod described;
 mod error;
 mod index;
 mod safetensors;

@@ -5,7 +5,7 @@ use std::{
 };
 
 use super::{
-    WeightsError,
+    WeightsError, described,
     index::{Index, Layout, locate},
     safetensors::{Entry, Shard},
 };
@@ -19,6 +19,7 @@ pub struct Checkpoint {
     shards: Vec<Shard>,
     /// Tensor name to its place in `shards`.
     places: BTreeMap<String, usize>,
+    described: bool,
 }
 
 /// What a checkpoint says about a tensor, known without reading it.
@@ -45,7 +46,18 @@ impl Checkpoint {
         for (place, shard) in shards.iter().enumerate() {
             places.extend(shard.tensors.keys().map(|name| (name.clone(), place)));
         }
-        Ok(Checkpoint { path: path.to_owned(), shards, places })
+        Ok(Checkpoint { path: path.to_owned(), shards, places, described: false })
+    }
+
+    /// A checkpoint of which nothing is there: every tensor that is asked for exists in bf16 with the shape that is
+    /// asked for, and has no values. What is made of it can be planned with and cannot be written.
+    pub fn described() -> Checkpoint {
+        Checkpoint { path: PathBuf::new(), shards: Vec::new(), places: BTreeMap::new(), described: true }
+    }
+
+    /// Whether this is [`Checkpoint::described`], whose tensors have no values.
+    pub fn is_described(&self) -> bool {
+        self.described
     }
 
     /// The path that was opened.
@@ -53,12 +65,13 @@ impl Checkpoint {
         &self.path
     }
 
-    /// All tensor names, sorted.
+    /// All tensor names, sorted; none of a described checkpoint.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.places.keys().map(String::as_str)
     }
 
-    /// Type, shape and file of a tensor, without reading it; `None` if the checkpoint has no such tensor.
+    /// Type, shape and file of a tensor, without reading it; `None` if the checkpoint has no such tensor, or is
+    /// only described.
     pub fn find(&self, name: &str) -> Option<Found<'_>> {
         let (shard, entry) = self.entry(name)?;
         Some(Found { dtype: entry.dtype, shape: &entry.shape, file: &shard.file.path })
@@ -66,6 +79,9 @@ impl Checkpoint {
 
     /// The f32, f16 or bf16 tensor `name`, mapped; its shape must be exactly `shape`.
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor, WeightsError> {
+        if self.described {
+            return described::tensor(name, shape);
+        }
         let (shard, entry) = self.entry(name).ok_or_else(|| WeightsError::NoSuchTensor {
             path: self.path.clone(),
             tensor: name.to_owned(),

@@ -1,11 +1,20 @@
 //! The checkpoint's own config files: every dimension comes from here.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::Deserialize;
 
 use super::Flux2Error;
-use crate::weights::read_json;
+use crate::{
+    arch::Source,
+    recipe::{CONFIGS, Recipe},
+    weights::read_json,
+};
+
+/// The most layers of one kind; a graph of more could not be built in memory.
+const MAX_LAYERS: usize = 1024;
+/// The most channels of a level of the autoencoder.
+const MAX_CHANNELS: usize = 1 << 16;
 
 /// `text_encoder/config.json` of a Qwen3 model.
 #[derive(Clone, Debug, Deserialize)]
@@ -75,7 +84,7 @@ pub struct TransformerConfig {
 
 impl TransformerConfig {
     pub fn width(&self) -> usize {
-        self.num_attention_heads * self.attention_head_dim
+        self.num_attention_heads.saturating_mul(self.attention_head_dim)
     }
 
     /// Width of the feed-forward's gated half.
@@ -154,35 +163,68 @@ pub struct Config {
     pub pad_id: i64,
 }
 
+/// `[configs]` of a recipe: what the config files of its checkpoint say.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Configs {
+    text_encoder: TextConfig,
+    transformer: TransformerConfig,
+    vae: VaeConfig,
+}
+
+/// What the configs of the components are called in messages.
+struct Places {
+    text: String,
+    transformer: String,
+    vae: String,
+}
+
 impl Config {
-    pub fn read(root: &Path) -> Result<Config, Flux2Error> {
-        let text: TextConfig = read_json(&root.join("text_encoder/config.json"))?;
+    /// The configs of what is to be authored, checked.
+    pub fn of(source: Source<'_>, recipe: &Recipe) -> Result<Config, Flux2Error> {
+        match source {
+            Source::Checkpoint(root) | Source::ConfigFiles(root) => Config::read(root),
+            Source::Recipe => Config::from_recipe(recipe),
+        }
+    }
+
+    fn read(root: &Path) -> Result<Config, Flux2Error> {
+        let [text_file, transformer, vae] =
+            ["text_encoder", "transformer", "vae"].map(|component| root.join(component).join("config.json"));
+        let text: TextConfig = read_json(&text_file)?;
         let pad_id = match text.pad_token_id {
             Some(id) => id,
             None => super::tokenizer::pad_id(&root.join("tokenizer"))?,
         };
-        let config = Config {
-            text,
-            transformer: read_json(&root.join("transformer/config.json"))?,
-            vae: read_json(&root.join("vae/config.json"))?,
-            pad_id,
-        };
-        config.check(root)?;
+        let config = Config { text, transformer: read_json(&transformer)?, vae: read_json(&vae)?, pad_id };
+        let [text, transformer, vae] = [text_file, transformer, vae].map(|file| file.display().to_string());
+        config.check(&Places { text, transformer, vae })?;
+        Ok(config)
+    }
+
+    fn from_recipe(recipe: &Recipe) -> Result<Config, Flux2Error> {
+        let Configs { text_encoder: text, transformer, vae } = recipe.section(CONFIGS)?;
+        let place = |component: &str| format!("recipe '{}' [{CONFIGS}.{component}]", recipe.name);
+        let places =
+            Places { text: place("text_encoder"), transformer: place("transformer"), vae: place("vae") };
+        // A recipe has no tokenizer to ask.
+        let pad_id =
+            text.pad_token_id.ok_or_else(|| refuse(&places.text, "pad_token_id is missing".to_owned()))?;
+        let config = Config { text, transformer, vae, pad_id };
+        config.check(&places)?;
         Ok(config)
     }
 
     /// Every relation between the numbers that authoring relies on.
-    fn check(&self, root: &Path) -> Result<(), Flux2Error> {
+    fn check(&self, places: &Places) -> Result<(), Flux2Error> {
         let (t, d, v) = (&self.text, &self.transformer, &self.vae);
-        let text = root.join("text_encoder/config.json");
-        let transformer = root.join("transformer/config.json");
-        let vae = root.join("vae/config.json");
-        let sizes = |file: &PathBuf, sizes: &[(&str, usize)]| {
+        let Places { text, transformer, vae } = places;
+        let sizes = |place: &str, sizes: &[(&str, usize)]| {
             let bad = sizes.iter().find(|s| s.1 == 0 || s.1 > 1 << 24);
-            bad.map_or(Ok(()), |s| Err(refuse(file, format!("{} is {}", s.0, s.1))))
+            bad.map_or(Ok(()), |s| Err(refuse(place, format!("{} is {}", s.0, s.1))))
         };
         sizes(
-            &text,
+            text,
             &[
                 ("hidden_size", t.hidden_size),
                 ("intermediate_size", t.intermediate_size),
@@ -191,22 +233,24 @@ impl Config {
                 ("num_key_value_heads", t.kv_heads()),
                 ("head_dim", t.head_dim()),
                 ("vocab_size", t.vocab_size),
+                ("heads x head_dim", t.num_attention_heads.saturating_mul(t.head_dim())),
             ],
         )?;
         sizes(
-            &transformer,
+            transformer,
             &[
                 ("in_channels", d.in_channels),
                 ("out_channels", d.outputs()),
                 ("attention_head_dim", d.attention_head_dim),
                 ("num_attention_heads", d.num_attention_heads),
+                ("heads x attention_head_dim", d.width()),
                 ("joint_attention_dim", d.joint_attention_dim),
                 ("timestep_guidance_channels", d.timestep_guidance_channels),
                 ("mlp_ratio x width", d.mlp_width()),
             ],
         )?;
         sizes(
-            &vae,
+            vae,
             &[
                 ("layers_per_block", v.layers_per_block),
                 ("latent_channels", v.latent_channels),
@@ -215,52 +259,62 @@ impl Config {
                 ("block_out_channels' length", v.block_out_channels.len()),
             ],
         )?;
+        let repeated = [
+            (text, "num_hidden_layers", t.num_hidden_layers),
+            (transformer, "num_layers", d.num_layers),
+            (transformer, "num_single_layers", d.num_single_layers),
+            (vae, "layers_per_block", v.layers_per_block),
+        ];
+        if let Some((place, key, count)) = repeated.into_iter().find(|(_, _, count)| *count > MAX_LAYERS) {
+            return Err(refuse(place, format!("{key} is {count}; the most is {MAX_LAYERS}")));
+        }
         let rules = [
-            (&text, t.rope_theta().is_some(), "rope_theta is neither at the top nor under rope_parameters"),
-            (&text, t.head_dim() % 2 == 0, "head_dim is odd"),
+            (text, t.rope_theta().is_some(), "rope_theta is neither at the top nor under rope_parameters"),
+            (text, t.head_dim() % 2 == 0, "head_dim is odd"),
             (
-                &text,
+                text,
                 t.num_attention_heads % t.kv_heads() == 0,
                 "num_key_value_heads does not divide the heads",
             ),
-            (&text, t.hidden_act.as_deref().unwrap_or("silu") == "silu", "hidden_act is not silu"),
-            (&text, full_attention(t), "sliding-window attention is not supported"),
-            (&text, plain_rope(t), "scaled rotary embeddings are not supported"),
+            (text, t.hidden_act.as_deref().unwrap_or("silu") == "silu", "hidden_act is not silu"),
+            (text, full_attention(t), "sliding-window attention is not supported"),
+            (text, plain_rope(t), "scaled rotary embeddings are not supported"),
+            (transformer, !d.guidance_embeds, "guidance_embeds (FLUX.2 dev) is not supported, only Klein is"),
+            (transformer, d.patch_size == 1, "patch_size is not 1"),
+            (transformer, d.timestep_guidance_channels % 2 == 0, "timestep_guidance_channels is odd"),
             (
-                &transformer,
-                !d.guidance_embeds,
-                "guidance_embeds (FLUX.2 dev) is not supported, only Klein is",
-            ),
-            (&transformer, d.patch_size == 1, "patch_size is not 1"),
-            (&transformer, d.timestep_guidance_channels % 2 == 0, "timestep_guidance_channels is odd"),
-            (
-                &transformer,
-                d.axes_dims_rope.iter().sum::<usize>() == d.attention_head_dim,
+                transformer,
+                sum(&d.axes_dims_rope) == Some(d.attention_head_dim),
                 "axes_dims_rope does not add up to attention_head_dim",
             ),
             (
-                &transformer,
+                transformer,
                 d.axes_dims_rope.len() == 4 && d.axes_dims_rope.iter().all(|a| a % 2 == 0),
                 "axes_dims_rope is not four even numbers (time, row, column, text position)",
             ),
-            (&transformer, d.outputs() == d.in_channels, "out_channels differs from in_channels"),
-            (&vae, v.patch_size == [2, 2], "patch_size is not [2, 2]"),
+            (transformer, d.outputs() == d.in_channels, "out_channels differs from in_channels"),
+            (vae, v.patch_size == [2, 2], "patch_size is not [2, 2]"),
             (
-                &vae,
+                vae,
                 v.latent_channels * 4 == d.in_channels,
                 "latent_channels x 4 is not the transformer's in_channels",
             ),
-            (&vae, v.act_fn == "silu", "act_fn is not silu"),
-            (&vae, v.block_out_channels.len() <= 8, "block_out_channels has more than 8 levels"),
+            (vae, v.act_fn == "silu", "act_fn is not silu"),
+            (vae, v.block_out_channels.len() <= 8, "block_out_channels has more than 8 levels"),
             (
-                &vae,
+                vae,
                 v.decoder_channels().len() == v.block_out_channels.len(),
                 "decoder_block_out_channels and block_out_channels differ in length",
             ),
             (
-                &vae,
+                vae,
                 v.decoder_channels().iter().all(|c| *c > 0 && c % v.norm_num_groups == 0),
                 "norm_num_groups does not divide the decoder's channels",
+            ),
+            (
+                vae,
+                v.decoder_channels().iter().all(|c| *c <= MAX_CHANNELS),
+                "a level of the decoder has more than 65536 channels",
             ),
         ];
         rules.into_iter().find(|rule| !rule.1).map_or(Ok(()), |rule| Err(refuse(rule.0, rule.2.to_owned())))
@@ -276,6 +330,10 @@ fn plain_rope(t: &TextConfig) -> bool {
     kind == "default" && t.rope_scaling.as_ref().is_none_or(serde_json::Value::is_null)
 }
 
-fn refuse(file: &Path, problem: String) -> Flux2Error {
-    Flux2Error::Config { file: file.to_owned(), problem }
+fn sum(sizes: &[usize]) -> Option<usize> {
+    sizes.iter().try_fold(0usize, |sum, size| sum.checked_add(*size))
+}
+
+fn refuse(place: &str, problem: String) -> Flux2Error {
+    Flux2Error::Config { place: place.to_owned(), problem }
 }

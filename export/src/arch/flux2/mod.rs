@@ -9,7 +9,7 @@ mod tokenizer;
 mod transformer;
 mod vae;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::Deserialize;
 
@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     picture::Size,
-    recipe::{Compute, RecipeError},
+    recipe::{CONFIGS, Compute, RecipeError},
     shapes::Sizes,
     weights::{Checkpoint, WeightsError},
 };
@@ -36,8 +36,8 @@ pub enum Flux2Error {
     Author(#[from] AuthorError),
     #[error(transparent)]
     Recipe(#[from] RecipeError),
-    #[error("{}: {problem}", file.display())]
-    Config { file: PathBuf, problem: String },
+    #[error("{place}: {problem}")]
+    Config { place: String, problem: String },
     #[error("vae: {tensor} holds values that are not finite; the checkpoint is damaged")]
     Statistics { tensor: String },
     #[error("{key} = {value:?}: {problem}")]
@@ -130,43 +130,56 @@ pub fn detects(root: &Path) -> bool {
     config.contains("Flux2Transformer2DModel")
 }
 
+/// What configs and recipe say, checked against each other.
+struct Settings {
+    config: Config,
+    text: TextSection,
+    vae: VaeSection,
+    schedule: parameters::Schedule,
+}
+
+impl Settings {
+    fn of(request: &Authoring<'_>) -> Result<Settings, Flux2Error> {
+        let recipe = request.recipe;
+        let config = Config::of(request.source, recipe)?;
+        recipe.check_sections(&["text_encoder", "schedule", "vae_decoder", CONFIGS])?;
+        let text: TextSection = recipe.section("text_encoder")?;
+        let vae: VaeSection = recipe.section("vae_decoder")?;
+        let schedule: parameters::Schedule = recipe.section("schedule")?;
+        check_settings(&config, &text, &vae, &schedule)?;
+        Ok(Settings { config, text, vae, schedule })
+    }
+}
+
 /// Authors every stage of a checkpoint in diffusers layout.
 pub fn author(request: &Authoring<'_>) -> Result<Authored, Flux2Error> {
-    let root = request.source;
-    let config = Config::read(root)?;
-    request.recipe.check_sections(&["text_encoder", "schedule", "vae_decoder"])?;
-    let text: TextSection = request.recipe.section("text_encoder")?;
-    let vae: VaeSection = request.recipe.section("vae_decoder")?;
-    let schedule: parameters::Schedule = request.recipe.section("schedule")?;
-    check_settings(&config, &text, &vae, &schedule)?;
+    let Settings { config, text, vae, schedule } = Settings::of(request)?;
     let constants = Constants::with_fault(request.fault);
     let profile = request.profile;
 
-    let weights = Checkpoint::open(&root.join("text_encoder"))?;
+    let weights = request.source.weights("text_encoder")?;
     let shape = text_encoder::Shape { taps: &text.taps, length: text.length };
     let precision = profile.component("text_encoder");
     let encoder = text_encoder::author(&config.text, &shape, &weights, &precision)?;
     let (embedding, table) = embedding(&config, &weights, precision.compute)?;
 
-    let weights = Checkpoint::open(&root.join("transformer"))?;
+    let weights = request.source.weights("transformer")?;
     let precision = profile.component("transformer");
     let modulation = modulation::author(&config.transformer, &weights, &precision, &constants)?;
     let transformer =
         transformer::author(&config.transformer, text.length, &weights, &precision, &constants)?;
 
-    let weights = Checkpoint::open(&root.join("vae"))?;
-    let decoder = vae::author(&config.vae, &vae.cuts, &weights, &profile.component("vae_decoder"))?;
-
-    let attention_rows = decoder.attention.as_ref().map(|_| vae.attention_rows);
-    let post_stages = decoder.post.iter().map(|p| p.0.clone()).collect();
     let mut stages = vec![
         StageGraph::new("text_encoder", "text_encoder", encoder),
         StageGraph::new("modulation", "transformer", modulation),
         StageGraph::new("transformer", "transformer", transformer),
-        StageGraph::new("vae_pre", "vae_decoder", decoder.pre),
     ];
-    stages.extend(decoder.attention.map(|model| StageGraph::new("vae_attention", "vae_decoder", model)));
-    stages.extend(decoder.post.into_iter().map(|(name, model)| StageGraph::new(&name, "vae_decoder", model)));
+    let decoder = decoder_stages(request, &config, &vae.cuts)?;
+    let attends = decoder.iter().any(|stage| stage.name == vae::ATTENTION_STAGE);
+    let attention_rows = attends.then_some(vae.attention_rows);
+    let names = decoder.iter().map(|stage| stage.name.clone());
+    let post_stages = names.filter(|name| name.starts_with(vae::POST_STAGE)).collect();
+    stages.extend(decoder);
     let parameters = Parameters {
         text: parameters::Text {
             length: text.length,
@@ -202,6 +215,20 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, Flux2Error> {
         copied_folders: vec!["tokenizer".to_owned()],
         parameters: serde_json::to_value(parameters).unwrap_or_default(),
     })
+}
+
+/// The decoder's stages alone: the family's [`super::Architecture::author_decoder`].
+pub fn author_decoder(request: &Authoring<'_>, cuts: &[usize]) -> Result<Vec<StageGraph>, Flux2Error> {
+    decoder_stages(request, &Settings::of(request)?.config, cuts)
+}
+
+fn decoder_stages(
+    request: &Authoring<'_>,
+    config: &Config,
+    cuts: &[usize],
+) -> Result<Vec<StageGraph>, Flux2Error> {
+    let weights = request.source.weights("vae")?;
+    vae::author(&config.vae, cuts, &weights, &request.profile.component(vae::COMPONENT))
 }
 
 /// The checkpoint's own picture size, cut to what the model can draw.

@@ -40,14 +40,14 @@ pub fn pad_id(folder: &Path) -> Result<i64, Flux2Error> {
         Some(Token::Text(content) | Token::Object { content }) => content,
         None => {
             let problem = "no pad_token, and text_encoder/config.json has no pad_token_id".to_owned();
-            return Err(Flux2Error::Config { file, problem });
+            return Err(Flux2Error::Config { place: file.display().to_string(), problem });
         }
     };
     let tokens = folder.join("tokenizer.json");
     let listed: TokenizerFile = read_json(&tokens)?;
     let found = listed.added_tokens.iter().find(|t| t.content == pad).map(|t| t.id);
     found.ok_or_else(|| Flux2Error::Config {
-        file: tokens,
+        place: tokens.display().to_string(),
         problem: format!("pad_token '{pad}' is not among added_tokens"),
     })
 }

@@ -5,6 +5,7 @@
 use super::{Flux2Error, config::VaeConfig};
 use crate::{
     arch::{
+        StageGraph,
         author::{Author, Linear},
         blocks::{
             norm::group_norm,
@@ -18,14 +19,14 @@ use crate::{
 
 /// Group-norm epsilon of diffusers' autoencoder blocks.
 const EPS: f32 = 1e-6;
+/// The component of all stages here.
+pub const COMPONENT: &str = "vae_decoder";
 const ATTENTION: &str = "decoder.mid_block.attentions.0";
 
-/// The decoder's stages, each with its graph, in the order in which they run.
-pub struct Stages {
-    pub pre: Model,
-    pub attention: Option<Model>,
-    pub post: Vec<(String, Model)>,
-}
+/// Name of the middle attention's stage, if there is one.
+pub const ATTENTION_STAGE: &str = "vae_attention";
+/// Names of the stages after it are this and a number from 0.
+pub const POST_STAGE: &str = "vae_post";
 
 /// What all stages share.
 struct Decoder<'a> {
@@ -35,13 +36,13 @@ struct Decoder<'a> {
     groups: Groups,
 }
 
-/// Authors all stages; a new one begins before each up block in `cuts`.
+/// Authors all stages in the order in which they run; a new one begins before each up block in `cuts`.
 pub fn author(
     config: &VaeConfig,
     cuts: &[usize],
     weights: &Checkpoint,
     precision: &Precision,
-) -> Result<Stages, Flux2Error> {
+) -> Result<Vec<StageGraph>, Flux2Error> {
     let groups = Groups { count: config.norm_num_groups, eps: EPS };
     let decoder = Decoder { config, weights, precision, groups };
     let levels = config.decoder_channels().len();
@@ -51,14 +52,15 @@ pub fn author(
     starts.dedup();
     let ends = starts.iter().skip(1).copied().chain([levels]);
     let post = starts.iter().zip(ends).enumerate().map(|(i, (start, end))| {
-        let name = format!("vae_post{i}");
-        Ok((name.clone(), decoder.post(&name, *start, end)?))
+        let name = format!("{POST_STAGE}{i}");
+        Ok(StageGraph::new(&name, COMPONENT, decoder.post(&name, *start, end)?))
     });
-    Ok(Stages {
-        pre: decoder.pre()?,
-        attention: config.mid_block_add_attention.then(|| decoder.attention()),
-        post: post.collect::<Result<_, Flux2Error>>()?,
-    })
+    let mut stages = vec![StageGraph::new("vae_pre", COMPONENT, decoder.pre()?)];
+    if config.mid_block_add_attention {
+        stages.push(StageGraph::new(ATTENTION_STAGE, COMPONENT, decoder.attention()));
+    }
+    stages.extend(post.collect::<Result<Vec<_>, Flux2Error>>()?);
+    Ok(stages)
 }
 
 fn map(channels: usize, [height, width]: [&str; 2]) -> [Dim; 4] {
@@ -110,22 +112,35 @@ impl Decoder<'_> {
     /// `x * sqrt(running_var + eps) + running_mean` per packed channel: the batch norm's statistics take the place of
     /// a scaling factor.
     fn unnormalise(&self, a: &mut Author<'_>, x: ValueId, channels: usize) -> Result<ValueId, Flux2Error> {
-        let statistics = |a: &Author<'_>, name: &str| -> Result<Vec<f32>, Flux2Error> {
-            let values = a.tensor(name, &[channels], DType::F32)?.to_f32();
+        let [mut mean, mut deviation] = self.statistics(a, channels)?;
+        for statistic in [&mut mean, &mut deviation] {
+            statistic.shape = vec![channels, 1, 1];
+        }
+        let deviation = a.graph.small_constant(deviation);
+        let mean = a.graph.small_constant(mean);
+        let scaled = a.graph.mul(x, deviation);
+        Ok(a.graph.add(scaled, mean))
+    }
+
+    /// The batch norm's mean and standard deviation per channel, f32 [channels]; without values where the checkpoint
+    /// is only described.
+    fn statistics(&self, a: &Author<'_>, channels: usize) -> Result<[Tensor; 2], Flux2Error> {
+        let names = ["bn.running_mean", "bn.running_var"];
+        let tensor = |name: &str| a.tensor(name, &[channels], DType::F32);
+        if self.weights.is_described() {
+            return Ok([tensor(names[0])?, tensor(names[1])?]);
+        }
+        let values = |name: &str| {
+            let values = tensor(name)?.to_f32();
             values.ok().flatten().ok_or_else(|| Flux2Error::Statistics { tensor: name.to_owned() })
         };
-        let mean = statistics(a, "bn.running_mean")?;
-        let variance = statistics(a, "bn.running_var")?;
+        let (mean, variance) = (values(names[0])?, values(names[1])?);
         let eps = self.config.batch_norm_eps;
         let deviation: Vec<f32> = variance.iter().map(|v| (f64::from(*v) + eps).sqrt() as f32).collect();
         if !deviation.iter().chain(&mean).all(|v| v.is_finite()) {
             return Err(Flux2Error::Statistics { tensor: "bn.running_var".to_owned() });
         }
-        let shape = [channels, 1, 1];
-        let deviation = a.graph.small_constant(Tensor::from_f32(&shape, &deviation));
-        let mean = a.graph.small_constant(Tensor::from_f32(&shape, &mean));
-        let scaled = a.graph.mul(x, deviation);
-        Ok(a.graph.add(scaled, mean))
+        Ok([mean, deviation].map(|values| Tensor::from_f32(&[channels], &values)))
     }
 
     /// Query, transposed key and value in f32: scores over thousands of pixels need it, and chunks keep them small.
@@ -158,7 +173,7 @@ impl Decoder<'_> {
     /// Inputs: `q_chunk` [1,rows,C], `kt` [1,C,T], `v` [1,T,C]. Output: `attn_chunk` [1,rows,C]. All f32.
     fn attention(&self) -> Model {
         let channels = self.middle();
-        let mut a = self.author("vae_attention");
+        let mut a = self.author(ATTENTION_STAGE);
         let q = a.graph.input("q_chunk", DType::F32, &sequence("chunk_rows", channels));
         let [one, rows, width] = sequence("kv_rows", channels);
         let kt = a.graph.input("kt", DType::F32, &[one, width, rows]);

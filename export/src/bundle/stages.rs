@@ -1,0 +1,90 @@
+//! What opened bundles and outlines have in common: graphs in order, and the family's parameters.
+
+use super::{Bundle, BundleError, Outline};
+use crate::{
+    arch::{SizesError, SizesRequest, architecture},
+    onnx::{Model, read_model},
+    shapes::Sizes,
+};
+
+/// The stages of a model, wherever its graphs are.
+pub trait Stages {
+    fn family(&self) -> &str;
+
+    /// The recipe's name.
+    fn name(&self) -> &str;
+
+    fn profile(&self) -> &str;
+
+    /// What the family's pipeline needs to know.
+    fn family_parameters(&self) -> &serde_json::Value;
+
+    /// Names in the order in which the stages run.
+    fn stage_names(&self) -> Vec<&str>;
+
+    /// A stage's graph.
+    fn model(&self, stage: &str) -> Result<Model, BundleError>;
+
+    /// Sizes of all symbols of all stages.
+    fn sizes(&self, request: &SizesRequest) -> Result<Sizes, SizesError> {
+        let family = || SizesError::Family { family: self.family().to_owned() };
+        let architecture = architecture(self.family()).ok_or_else(family)?;
+        (architecture.sizes)(self.family_parameters(), request)
+    }
+}
+
+impl Stages for Bundle {
+    fn family(&self) -> &str {
+        &self.manifest.family
+    }
+
+    fn name(&self) -> &str {
+        &self.manifest.name
+    }
+
+    fn profile(&self) -> &str {
+        &self.manifest.profile
+    }
+
+    fn family_parameters(&self) -> &serde_json::Value {
+        &self.manifest.parameters
+    }
+
+    fn stage_names(&self) -> Vec<&str> {
+        self.manifest.stages.iter().map(|stage| stage.name.as_str()).collect()
+    }
+
+    /// Reads the graph; weights stay in the bundle's files.
+    fn model(&self, stage: &str) -> Result<Model, BundleError> {
+        Ok(read_model(&self.path(&self.stage(stage)?.graph)?).map_err(Box::new)?)
+    }
+}
+
+impl Stages for Outline {
+    fn family(&self) -> &str {
+        self.family
+    }
+
+    fn name(&self) -> &str {
+        &self.recipe.name
+    }
+
+    fn profile(&self) -> &str {
+        &self.profile
+    }
+
+    fn family_parameters(&self) -> &serde_json::Value {
+        &self.parameters
+    }
+
+    fn stage_names(&self) -> Vec<&str> {
+        self.stages.iter().map(|stage| stage.name.as_str()).collect()
+    }
+
+    fn model(&self, stage: &str) -> Result<Model, BundleError> {
+        let found = self.stages.iter().find(|s| s.name == stage);
+        let missing =
+            || BundleError::NoStage { path: self.recipe.name.clone().into(), stage: stage.to_owned() };
+        Ok(found.ok_or_else(missing)?.model.clone())
+    }
+}
