@@ -10,6 +10,7 @@ mod env;
 mod error;
 mod exit;
 mod lower;
+pub mod memory;
 mod quiet;
 mod resolve;
 mod selftest;
