@@ -9,7 +9,7 @@ use viaduct_export::{
 use crate::{
     atomic_file::FileError,
     pipeline::{dump::DumpError, flux2::Flux2Error, schedule::ScheduleError, size::SizeError},
-    runtime::RuntimeError,
+    runtime::{RuntimeError, Stopped},
     verify::{BarsMissed, VerifyError},
 };
 
@@ -39,6 +39,9 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     }
     if error.is::<BarsMissed>() {
         return Some(3);
+    }
+    if error.is::<Stopped>() {
+        return Some(Stopped::EXIT_CODE);
     }
     if let Some(e) = error.downcast_ref::<RuntimeError>() {
         return Some(e.exit_code());

@@ -16,6 +16,7 @@ mod resolve;
 mod selftest;
 mod stage;
 mod vulkan;
+mod watchdog;
 
 pub use bundle::Binding;
 pub use device::{Device, DeviceKind, Provider, Runtime, RuntimeOptions};
@@ -25,3 +26,4 @@ pub use lower::{Attention, LowerError, Lowered, SCORE_LIMIT, lower, lower_within
 pub use selftest::attention_self_test;
 pub use stage::{Stage, StageModel, TensorInfo};
 pub use vulkan::{Adapter, adapters};
+pub use watchdog::{Guard, StagePeak, Stopped, Watchdog, volunteer_for_oom_killer};
