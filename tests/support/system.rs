@@ -67,7 +67,8 @@ impl System {
 /// `/proc/meminfo` of a machine, in the kernel's kB.
 pub fn meminfo(total: u64, available: u64) -> String {
     format!(
-        "MemTotal:       {total} kB\nMemFree:          65536 kB\nMemAvailable:   {available} kB\nBuffers:            1024 \
-         kB\nSwapCached:            0 kB\nSwapTotal:       2097152 kB\nSwapFree:        1048576 kB\nHugePages_Total:       0\n"
+        "MemTotal:       {total} kB\nMemFree:          65536 kB\nMemAvailable:   {available} kB\n\
+         Buffers:            1024 kB\nSwapCached:            0 kB\nSwapTotal:       2097152 kB\n\
+         SwapFree:        1048576 kB\nHugePages_Total:       0\n"
     )
 }

@@ -135,8 +135,8 @@ impl Watchdog {
         Ok(Watchdog { source, floor, watch: Arc::new(watch) })
     }
 
-    /// Watches a child process until the guard is dropped. Call it before the child is collected (`wait`), and drop the
-    /// guard before that too: until then the child's number cannot pass to another process. `planned` is what the plan says of the stage, in bytes.
+    /// Watches a child process until the guard is dropped. Both have to happen before the child is collected (`wait`):
+    /// until then its number cannot pass to another process. `planned` is what the plan says of the stage, in bytes.
     ///
     /// # Errors
     /// If there is no such process.
