@@ -1,7 +1,6 @@
 //! Runs Viaduct bundles: one ONNX Runtime session at a time, on any Vulkan GPU.
 
 pub mod atomic_file;
-pub mod bytes;
 pub mod cli;
 pub mod npy;
 pub mod pipeline;

@@ -3,6 +3,8 @@
 
 #[path = "support/bad.rs"]
 mod bad;
+#[path = "support/system.rs"]
+mod system;
 
 use std::{
     fs,
@@ -12,10 +14,13 @@ use std::{
 };
 
 use bad::{Good, SET, edit, finish, json, put, root, snapshot, text, viaduct};
+use system::System;
 use viaduct::{
     npy,
+    runtime::memory::{Floor, effective_budget},
     tensor::{HostTensor, Values},
 };
+use viaduct_export::device::{DeviceProfile, Provider};
 use viaduct_export::onnx::{Attribute, Builder, DType, Dim, Model, Tensor, model_bytes};
 
 const DRAW: &str = "generate -b b -p cat --size 32x32 --steps 1 --seed 1 --ep cpu -o out.png";
@@ -141,6 +146,78 @@ fn bug_13_tensor_beyond_the_binding() {
     assert_eq!(found.len(), 1, "{found:?}");
     assert_eq!((&found[0]["tensor"], &found[0]["limit"]), (&"y".into(), &"binding".into()));
     assert_eq!(found[0]["asked"], 1u64 << 31);
+}
+
+/// Pages that the GPU shares with the CPU: <https://github.com/ggml-org/llama.cpp/issues/22774>. Those in use are missing
+/// from the available memory and count once. That a worker which takes too many is killed, `tests/watchdog.rs` shows.
+#[test]
+fn bug_15_unified_memory_counts_once() {
+    const GIB: u64 = 1 << 30;
+    let system = System::new();
+    system.put_bc250(15 * GIB, "4194304\n");
+    let source = system.source();
+    let (host, gpu) = (source.host().unwrap(), source.gpus().remove(0));
+    assert_eq!((host.available(), gpu.gtt.used), (12 * GIB, GIB));
+    let device = DeviceProfile {
+        name: "BC-250".to_owned(),
+        provider: Provider::WebGpu,
+        unified_memory: true,
+        memory: 15 * GIB,
+        f16: true,
+        subgroup_size: 64,
+        max_binding: 2 * GIB,
+        max_buffer: 2 * GIB,
+        max_storage_buffers: 16,
+        fused_attention: true,
+    };
+    let floor = Floor::Percent(12.5).of(host.total());
+    let budget = effective_budget(&host, floor, &device, Some(&gpu));
+    assert_eq!((budget.host, budget.device), (10 * GIB, 10 * GIB + gpu.vram.free()));
+    assert_eq!(budget.total, budget.device);
+}
+
+/// The kernel's ceiling for GPU memory is below the machine's: <https://github.com/akandr/bc250>.
+#[test]
+fn bug_16_ttm_ceiling_is_told() {
+    const GIB: u64 = 1 << 30;
+    let directory = tempfile::tempdir().unwrap();
+    let doctor = |system: &System, arguments: &str| {
+        let mut command = viaduct(directory.path(), &format!("doctor --ep cpu {arguments}"));
+        command.env("VIADUCT_SYSTEM_ROOT", system.path());
+        let output = finish(command);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stdout).to_owned()
+    };
+    for (gtt, pages, ceiling, told) in [
+        (15 * GIB, "3145728\n", 12 * GIB, "lends GPUs 12 GiB of the machine's 16 GiB"),
+        // The kernel's default, which is less than half of the memory.
+        (7948 << 20, "1939865\n", 1_939_865 * 4096, "lends GPUs 7.4 GiB of the machine's 16 GiB"),
+    ] {
+        let system = System::new();
+        system.put_bc250(gtt, pages);
+        let report = doctor(&system, "");
+        assert!(
+            report.contains(told) && report.contains("card0: 512 MiB of its own, 40 MiB used"),
+            "{report}"
+        );
+        let report: serde_json::Value = serde_json::from_str(&doctor(&system, "--json")).unwrap();
+        let memory = &report["memory"];
+        assert_eq!(memory["gpus"][0]["ttm_ceiling"], ceiling, "{report}");
+        assert_eq!(memory["gpus"][0]["shared_ceiling"], ceiling.min(gtt), "{report}");
+        assert!(memory["note"].as_str().unwrap().contains(told), "{report}");
+    }
+    let system = System::new();
+    system.put_bc250(15 * GIB, "4194304\n");
+    system.put_cgroup("self", 2, "/job");
+    system.put("sys/fs/cgroup/job/memory.max", "6442450944\n");
+    system.put("sys/fs/cgroup/job/memory.current", "1073741824\n");
+    let report = doctor(&system, "");
+    assert!(report.contains("16 GiB in all, 12 GiB available; swap 2 GiB, 1 GiB free"), "{report}");
+    assert!(report.contains("limited to 6 GiB by a control group (cgroup), 5 GiB available"), "{report}");
+    assert!(!report.contains("ttm"), "{report}");
+    let report: serde_json::Value = serde_json::from_str(&doctor(&system, "--json")).unwrap();
+    assert_eq!(report["memory"]["available"], 5 * GIB);
+    assert_eq!(report["memory"]["cgroup"]["limit"], 6 * GIB);
 }
 
 /// A silent fall back to the CPU: <https://github.com/peteonrails/voxtype/issues/684>,

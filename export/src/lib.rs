@@ -4,6 +4,7 @@
 
 pub mod arch;
 pub mod bundle;
+pub mod bytes;
 pub mod device;
 pub mod files;
 pub mod memory;

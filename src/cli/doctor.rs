@@ -2,10 +2,13 @@
 
 use clap::Args;
 use serde_json::{Value, json};
-use sysinfo::System;
+use viaduct_export::bytes::ByteSize;
 
 use super::DeviceArguments;
-use crate::runtime::{Adapter, Device, Runtime, RuntimeError, adapters};
+use crate::runtime::{
+    Adapter, Device, DeviceKind, Runtime, RuntimeError, adapters,
+    memory::{GpuMemory, HostMemory, MemorySource, Pool},
+};
 
 /// Show adapters, drivers, limits, memory and runtime versions, and what to install if something is missing.
 #[derive(Args)]
@@ -30,19 +33,91 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Total and available memory of the machine, bytes; zero where the system does not tell.
-fn memory() -> [u64; 2] {
-    let Ok(mut system) = System::new() else { return [0; 2] };
-    system.refresh_memory();
-    [system.total_memory(), system.available_memory()]
+/// Memory of the machine and of its GPUs; nothing where the kernel does not tell.
+struct Memory {
+    host: Option<HostMemory>,
+    gpus: Vec<GpuMemory>,
+}
+
+impl Memory {
+    fn read() -> Memory {
+        let source = MemorySource::system();
+        Memory { host: source.host(), gpus: source.gpus() }
+    }
+
+    /// What to do about a GPU that may have less of the machine's memory than there is.
+    fn note(&self, adapters: &[Adapter]) -> Option<String> {
+        let total = self.host?.machine_total;
+        let shares = |gpu: &&GpuMemory| {
+            let ids =
+                |adapter: &&Adapter| (adapter.vendor_id, adapter.device_id) == (gpu.vendor_id, gpu.device_id);
+            adapters.iter().find(ids).is_none_or(|adapter| adapter.kind != DeviceKind::Discrete)
+        };
+        let ceiling =
+            self.gpus.iter().filter(shares).find_map(|gpu| gpu.ttm_ceiling).filter(|c| *c < total)?;
+        Some(format!(
+            "the kernel lends GPUs {} of the machine's {} and fails a run that needs more; its parameter \
+             ttm.pages_limit (in pages) raises that",
+            ByteSize(ceiling),
+            ByteSize(total)
+        ))
+    }
+
+    fn json(&self, adapters: &[Adapter]) -> Value {
+        let (host, cgroup) = (self.host, self.host.and_then(|host| host.cgroup));
+        json!({
+            "total": host.map(|host| host.machine_total), "available": host.map(|host| host.available()),
+            "swap_total": host.map(|host| host.swap_total), "swap_free": host.map(|host| host.swap_free),
+            "cgroup": cgroup.map(|cgroup| json!({ "limit": cgroup.limit, "available": cgroup.available })),
+            "gpus": self.gpus.iter().map(gpu_json).collect::<Vec<_>>(),
+            "note": self.note(adapters),
+        })
+    }
+
+    fn print(&self, adapters: &[Adapter]) {
+        match &self.host {
+            Some(host) => print_host(host),
+            None => println!("memory    unknown: the kernel does not tell"),
+        }
+        for gpu in &self.gpus {
+            let [own, own_used, shared, shared_used] =
+                [gpu.vram.total, gpu.vram.used, gpu.shared_ceiling(), gpu.gtt.used].map(ByteSize);
+            println!(
+                "          {}: {own} of its own, {own_used} used; up to {shared} of the machine's, {shared_used} used",
+                gpu.card
+            );
+        }
+        if let Some(note) = self.note(adapters) {
+            println!("note      {note}");
+        }
+    }
+}
+
+fn gpu_json(gpu: &GpuMemory) -> Value {
+    let pool = |pool: Pool| json!({ "total": pool.total, "used": pool.used });
+    json!({
+        "card": gpu.card, "vendor_id": gpu.vendor_id, "device_id": gpu.device_id, "vram": pool(gpu.vram),
+        "gtt": pool(gpu.gtt), "ttm_ceiling": gpu.ttm_ceiling, "shared_ceiling": gpu.shared_ceiling(),
+    })
+}
+
+fn print_host(host: &HostMemory) {
+    let [total, available, swap, swap_free] =
+        [host.machine_total, host.machine_available, host.swap_total, host.swap_free].map(ByteSize);
+    let swap = if swap.0 == 0 { "no swap".to_owned() } else { format!("swap {swap}, {swap_free} free") };
+    println!("memory    {total} in all, {available} available; {swap}");
+    // A limit above the machine's memory limits nothing.
+    if let Some(cgroup) = host.cgroup.filter(|cgroup| cgroup.limit < host.machine_total) {
+        let [limit, available] = [cgroup.limit, cgroup.available].map(ByteSize);
+        println!("          limited to {limit} by a control group (cgroup), {available} available");
+    }
 }
 
 fn report(vulkan: &Result<Vec<Adapter>, String>, started: &Result<Runtime, RuntimeError>) -> Value {
-    let [total, available] = memory();
     let adapters = vulkan.as_deref().unwrap_or_default();
     json!({
         "viaduct": env!("CARGO_PKG_VERSION"),
-        "memory": { "total": total, "available": available },
+        "memory": Memory::read().json(adapters),
         "vulkan": adapters.iter().map(adapter_json).collect::<Vec<_>>(),
         "vulkan_problem": vulkan.as_ref().err(),
         "device": started.as_ref().ok().map(|runtime| device_json(runtime.device())),
@@ -72,15 +147,10 @@ fn device_json(device: &Device) -> Value {
 }
 
 fn print(vulkan: &Result<Vec<Adapter>, String>, started: &Result<Runtime, RuntimeError>) {
-    let gib = |bytes: u64| match bytes {
-        0..0x4000_0000 => format!("{} MiB", bytes >> 20),
-        _ => format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64),
-    };
-    let [total, available] = memory();
     println!("viaduct   {}", env!("CARGO_PKG_VERSION"));
-    println!("memory    {} in all, {} available", gib(total), gib(available));
+    Memory::read().print(vulkan.as_deref().unwrap_or_default());
     match vulkan {
-        Ok(adapters) => adapters.iter().for_each(|adapter| print_adapter(adapter, &gib)),
+        Ok(adapters) => adapters.iter().for_each(print_adapter),
         Err(problem) => {
             println!("vulkan    none: {problem}");
             println!(
@@ -97,7 +167,7 @@ fn print(vulkan: &Result<Vec<Adapter>, String>, started: &Result<Runtime, Runtim
     }
 }
 
-fn print_adapter(adapter: &Adapter, gib: &dyn Fn(u64) -> String) {
+fn print_adapter(adapter: &Adapter) {
     let (major, minor, patch) = adapter.api_version;
     println!("vulkan    {} ({})", adapter.name, adapter.kind);
     println!("          driver {}, Vulkan {major}.{minor}.{patch}", adapter.driver);
@@ -105,9 +175,9 @@ fn print_adapter(adapter: &Adapter, gib: &dyn Fn(u64) -> String) {
         "          f16 {}, subgroups of {}, bindings up to {}, {} storage buffers per stage, {} of its own memory",
         if adapter.f16 { "yes" } else { "no" },
         adapter.subgroup_size,
-        gib(adapter.max_storage_buffer_range),
+        ByteSize(adapter.max_storage_buffer_range),
         adapter.max_storage_buffers,
-        gib(adapter.local_memory)
+        ByteSize(adapter.local_memory)
     );
 }
 

@@ -10,7 +10,7 @@ use crate::{
     atomic_file::FileError,
     pipeline::{dump::DumpError, flux2::Flux2Error, schedule::ScheduleError, size::SizeError},
     report::{OverBudget, SizesError},
-    runtime::RuntimeError,
+    runtime::{RuntimeError, Stopped},
     verify::{BarsMissed, VerifyError},
 };
 
@@ -46,6 +46,9 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     }
     if error.is::<OverBudget>() {
         return Some(4);
+    }
+    if error.is::<Stopped>() {
+        return Some(Stopped::EXIT_CODE);
     }
     if let Some(e) = error.downcast_ref::<RuntimeError>() {
         return Some(e.exit_code());

@@ -6,6 +6,7 @@ use anyhow::Context;
 use clap::Args;
 use viaduct_export::{
     bundle::{Bundle, MANIFEST},
+    bytes::ByteSize,
     device::DeviceProfile,
     files::read_limited,
     memory::symbols,
@@ -16,7 +17,6 @@ use viaduct_export::{
 use super::{dimension, exit::UsageError, printer::print};
 use crate::{
     atomic_file::{self, Existing},
-    bytes::ByteSize,
     pipeline::size::TypedSize,
     plot::{to_png, to_svg},
     report::{MAX_STAGES, Report, StageReport, bundle_sizes, bundle_symbols, chart, table},

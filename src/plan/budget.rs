@@ -5,7 +5,7 @@ use std::fmt;
 use serde::Serialize;
 use viaduct_export::{device::DeviceProfile, memory::Predicted};
 
-use crate::bytes::ByteSize;
+use viaduct_export::bytes::ByteSize;
 
 /// Bounds of one stage's process, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

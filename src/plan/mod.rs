@@ -9,6 +9,7 @@ use std::fmt;
 
 use serde::Serialize;
 use viaduct_export::{
+    bytes::ByteSize,
     device::DeviceProfile,
     memory::{BufferCache, Predicted, StageMemory, TensorUse, analyse},
     onnx::Model,
@@ -16,10 +17,7 @@ use viaduct_export::{
 };
 
 pub use self::budget::Budget;
-use crate::{
-    bytes::ByteSize,
-    runtime::{LowerError, Lowered, SCORE_LIMIT, lower_within},
-};
+use crate::runtime::{LowerError, Lowered, SCORE_LIMIT, lower_within};
 
 /// Halvings of the chunks that are tried. Smaller ones than an eighth cost much time and save little.
 const HALVINGS: u32 = 3;

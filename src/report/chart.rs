@@ -1,10 +1,9 @@
 //! The report as a drawing: live bytes over the execution order, stage beside stage.
 
+use viaduct_export::bytes::ByteSize;
+
 use super::{Report, StageReport};
-use crate::{
-    bytes::ByteSize,
-    plot::{ADVANCE, Anchor, CAPITAL, Colour, Drawing, Shape},
-};
+use crate::plot::{ADVANCE, Anchor, CAPITAL, Colour, Drawing, Shape};
 
 /// More stages have no room.
 pub const MAX_STAGES: usize = 64;

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use viaduct_export::{
     bundle::Bundle,
+    bytes::ByteSize,
     device::DeviceProfile,
     memory::{
         BufferCache, Excess, Hazard, Moment, Quadratic, StageMemory, analyse, excesses, hazards, quadratic,
@@ -18,10 +19,7 @@ use viaduct_export::{
     shapes::Sizes,
 };
 
-use crate::{
-    bytes::ByteSize,
-    runtime::{Attention, lower},
-};
+use crate::runtime::{Attention, lower};
 
 pub use self::{
     chart::{MAX_STAGES, chart},

@@ -6,7 +6,7 @@ use viaduct_export::{
 };
 
 use super::{Report, StageReport, dims};
-use crate::bytes::ByteSize;
+use viaduct_export::bytes::ByteSize;
 
 /// Rows of a list that people read; the rest is counted. `--json` has all.
 const SHOWN: usize = 10;

@@ -11,12 +11,14 @@ mod error;
 mod executor;
 mod exit;
 mod lower;
+pub mod memory;
 mod peak;
 mod quiet;
 mod resolve;
 mod selftest;
 mod stage;
 mod vulkan;
+mod watchdog;
 mod worker;
 
 pub use bundle::Binding;
@@ -28,4 +30,5 @@ pub use lower::{Attention, LowerError, Lowered, SCORE_LIMIT, lower, lower_within
 pub use selftest::attention_self_test;
 pub use stage::{Stage, StageModel, TensorInfo};
 pub use vulkan::{Adapter, adapters};
+pub use watchdog::{Guard, StagePeak, Stopped, Watchdog, volunteer_for_oom_killer};
 pub use worker::{Workers, serve};
