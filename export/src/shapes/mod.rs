@@ -4,10 +4,25 @@
 //! floats, are computed along the way, because foreign exports compute their shapes in the graph
 //! (Shape, Gather, Concat, Reshape). What is not known stays unknown and is listed; nothing is guessed.
 
+mod attention;
 mod broadcast;
 mod call;
+mod control;
+mod conv;
 mod fact;
 mod infer;
+mod linear_attention;
+mod ml;
+mod norm;
+mod pool;
+mod quantize;
+mod recurrent;
+mod resize;
+mod selection;
+mod sequence;
+mod signal;
+mod training;
+mod window;
 
 use std::{collections::HashMap, sync::LazyLock};
 
@@ -24,7 +39,22 @@ type Rule = fn(&Call<'_>) -> Result<Vec<Fact>, String>;
 type Row = (&'static str, &'static str, Rule);
 
 /// The families' tables. Adding an operator is a line in its family's table.
-const FAMILIES: &[&[Row]] = &[];
+const FAMILIES: &[&[Row]] = &[
+    attention::ATTENTION,
+    control::CONTROL,
+    conv::CONV,
+    linear_attention::LINEAR_ATTENTION,
+    ml::ML,
+    norm::NORM,
+    pool::POOL,
+    quantize::QUANTIZE,
+    recurrent::RECURRENT,
+    resize::RESIZE,
+    selection::SELECTION,
+    sequence::SEQUENCE,
+    signal::SIGNAL,
+    training::TRAINING,
+];
 
 static RULES: LazyLock<HashMap<(&str, &str), Rule>> =
     LazyLock::new(|| FAMILIES.iter().copied().flatten().map(|row| ((row.0, row.1), row.2)).collect());
