@@ -9,14 +9,20 @@ mod broadcast;
 mod call;
 mod control;
 mod conv;
+mod creation;
+mod elementwise;
 mod fact;
+mod indexing;
 mod infer;
 mod linear_attention;
 mod ml;
+mod movement;
 mod norm;
 mod pool;
+mod products;
 mod quantize;
 mod recurrent;
+mod reduction;
 mod resize;
 mod selection;
 mod sequence;
@@ -43,12 +49,18 @@ const FAMILIES: &[&[Row]] = &[
     attention::ATTENTION,
     control::CONTROL,
     conv::CONV,
+    creation::CREATION,
+    elementwise::ELEMENTWISE,
+    indexing::INDEXING,
     linear_attention::LINEAR_ATTENTION,
     ml::ML,
+    movement::MOVEMENT,
     norm::NORM,
     pool::POOL,
+    products::PRODUCTS,
     quantize::QUANTIZE,
     recurrent::RECURRENT,
+    reduction::REDUCTION,
     resize::RESIZE,
     selection::SELECTION,
     sequence::SEQUENCE,

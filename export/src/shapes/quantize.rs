@@ -4,6 +4,7 @@ use super::{
     Call, Dims, Fact, Row,
     broadcast::broadcast,
     call::{agree, axis, product},
+    products::product_shape,
 };
 use crate::onnx::DType;
 
@@ -17,6 +18,9 @@ pub(super) const QUANTIZE: &[Row] = &[
     ("com.microsoft", "MatMulBnb4", |call| {
         multiply_packed(call, if call.attr_int("transB", 1) != 0 { "N" } else { "K" })
     }),
+    ("com.microsoft", "DynamicQuantizeMatMul", |call| multiply(call, call.dtype(0))),
+    ("com.microsoft", "MatMulInteger16", |call| multiply(call, Some(DType::I32))),
+    ("com.microsoft", "MatMulIntegerToFloat", |call| multiply(call, call.dtype(2))),
     ("com.microsoft", "MatMulNBitsMlp", matmul_nbits_mlp),
     ("com.microsoft", "MatMulNBitsQkv", matmul_nbits_qkv),
     ("com.microsoft", "GatherBlockQuantized", gather_block_quantized),
@@ -51,6 +55,11 @@ fn dequantize(call: &Call<'_>) -> Result<Vec<Fact>, String> {
 fn dynamic_quantize(call: &Call<'_>) -> Result<Vec<Fact>, String> {
     let y = Fact::partial(Some(DType::U8), call.same_as(0)?.shape);
     Ok(vec![y, Fact::of(Some(DType::F32), &[]), Fact::of(Some(DType::U8), &[])])
+}
+
+/// A matrix product of the first two inputs, whose scales and zero points follow.
+fn multiply(call: &Call<'_>, dtype: Option<DType>) -> Result<Vec<Fact>, String> {
+    Ok(vec![Fact::partial(dtype, product_shape(call.dims(0), call.dims(1))?)])
 }
 
 /// The first operand with rows of the attribute's length.
