@@ -16,7 +16,7 @@ use std::{
 use onnx_support::*;
 use serde::Deserialize;
 use viaduct_export::{
-    onnx::{DType, read_model},
+    onnx::{DType, Graph, read_model},
     shapes::{Sizes, infer},
 };
 
@@ -24,7 +24,8 @@ use viaduct_export::{
 #[derive(Deserialize)]
 struct Run {
     sizes: Sizes,
-    tensors: BTreeMap<String, Tensor>,
+    /// None where the model cannot run at these sizes: exports may promise more than they keep.
+    tensors: Option<BTreeMap<String, Tensor>>,
 }
 
 #[derive(Deserialize)]
@@ -35,7 +36,7 @@ struct Tensor {
 }
 
 const SIZES: [&str; 2] = [
-    "image_seq=12,text_seq=64,latent_height=4,latent_width=6",
+    "image_seq=24,text_seq=64,latent_height=4,latent_width=6",
     "image_seq=35,text_seq=64,latent_height=9,latent_width=2",
 ];
 
@@ -45,6 +46,12 @@ fn runs(python: &Path, models: &[PathBuf]) -> BTreeMap<PathBuf, Vec<Run>> {
     let output = Command::new(python).arg(script).args(models).args(sizes).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// Takes out what the exporter recorded about values that nodes make, so that only what is inferred counts.
+fn forget_recorded(graph: &mut Graph) {
+    let made: Vec<_> = graph.nodes().flat_map(|(_, node)| node.outputs.iter().flatten().copied()).collect();
+    made.into_iter().for_each(|id| graph[id].ty = None);
 }
 
 #[test]
@@ -58,10 +65,17 @@ fn exports_have_the_shapes_that_onnx_runtime_computes() {
     models.sort();
     let mut differ = Vec::new();
     for (path, runs) in runs(&python, &models) {
-        let model = read_model(&path).unwrap();
+        let mut model = read_model(&path).unwrap();
+        forget_recorded(&mut model.graph);
         let name = path.file_name().unwrap().to_string_lossy();
         for Run { sizes, tensors } in runs {
             let shapes = infer(&model, &sizes, &BTreeMap::new());
+            let Some(tensors) = tensors else {
+                let found = shapes.conflicts.first();
+                println!("{name}: refused with {sizes:?}; {found:?}");
+                differ.extend(found.is_none().then(|| format!("{name}: no conflict with {sizes:?}")));
+                continue;
+            };
             let conflicts = shapes.conflicts.iter().map(|conflict| format!("{name}: {conflict:?}"));
             differ.extend(conflicts);
             let (mut equal, mut contents) = (0, 0);

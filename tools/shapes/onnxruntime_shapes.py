@@ -1,10 +1,11 @@
 """Runs models with every intermediate tensor exposed, and prints what ONNX Runtime makes of each as JSON.
 
-    .venv/bin/python tools/shapes/onnxruntime_shapes.py MODEL.onnx... --sizes image_seq=12,text_seq=20 --sizes ...
+    .venv/bin/python tools/shapes/onnxruntime_shapes.py MODEL.onnx... --sizes image_seq=24,text_seq=64 --sizes ...
 
 Each model runs once per `--sizes`, which bind its named dimensions; optimisation is off, so that no tensor disappears.
 Output: {model: [{"sizes": {name: size}, "tensors": {name: {"dtype", "shape", "ints"}}}]}, where `dtype` is the number of
-`TensorProto.DataType` and `ints` the contents of integer and boolean tensors of at most 1024 elements.
+`TensorProto.DataType` and `ints` the contents of integer and boolean tensors of at most 1024 elements. Where a model cannot
+run at these sizes there is a "refusal" instead of "tensors": exports may promise more than they keep.
 """
 
 import argparse
@@ -54,6 +55,13 @@ def describe(array):
     return described
 
 
+def run(session, names, inputs):
+    try:
+        return {"tensors": dict(zip(names, map(describe, session.run(names, inputs))))}
+    except onnxruntime.capi.onnxruntime_pybind11_state.Fail as refusal:
+        return {"refusal": str(refusal)}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+")
@@ -69,13 +77,7 @@ def main():
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
         names = [output.name for output in session.get_outputs() if output.type.startswith("tensor")]
-        found[path] = [
-            {
-                "sizes": sizes,
-                "tensors": dict(zip(names, map(describe, session.run(names, feeds(model, sizes))))),
-            }
-            for sizes in arguments.sizes
-        ]
+        found[path] = [{"sizes": sizes, **run(session, names, feeds(model, sizes))} for sizes in arguments.sizes]
     print(json.dumps(found))
 
 
