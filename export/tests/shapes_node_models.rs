@@ -39,8 +39,8 @@ struct Optional {
 const FIND: &str =
     "import os, onnx.backend.test as t; print(os.path.join(os.path.dirname(t.__file__), 'data', 'node'))";
 
-/// Contents of integer inputs are given up to this many elements. Graphs that compute their shapes take them from there.
-const GIVEN_ELEMENTS: usize = 64;
+const GIVEN_INTS: usize = 64;
+const GIVEN_FLOATS: usize = 8;
 
 /// The facts about a stored tensor, with its contents.
 fn fact_of_tensor(tensor: TensorProto) -> Fact {
@@ -74,11 +74,15 @@ fn stored(path: &Path, ty: Option<&TypeProto>) -> Option<Fact> {
     }
 }
 
-/// What inference may know of an input: floats, and what is long, only by type and shape.
+/// What inference may know of an input: contents only of what an operator's sizes can depend on, which are a few
+/// integers, or a list of floats such as the scales of Resize.
 fn given(fact: Fact) -> Fact {
+    let list = fact.rank().is_some_and(|rank| rank <= 1);
+    let few = |elements: &Elements| match elements {
+        Elements::Ints(values) => values.len() <= GIVEN_INTS,
+        Elements::Floats(values) => list && values.len() <= GIVEN_FLOATS,
+    };
     let items = fact.items.map(|items| items.into_iter().map(given).collect());
-    let few =
-        |elements: &Elements| matches!(elements, Elements::Ints(values) if values.len() <= GIVEN_ELEMENTS);
     Fact { items, elements: fact.elements.filter(few), ..fact }
 }
 

@@ -37,6 +37,9 @@ fn repeat(call: &Call<'_>) -> Result<Vec<Fact>, String> {
             slices.iter().map(|slice| stacked(slice, 0, Some(0))).collect::<Result<_, _>>()?;
         return Ok([initial, scanned].concat());
     }
+    if let Some(finished) = unrolled(call, body, &initial)? {
+        return Ok(finished);
+    }
     let (carried, outputs) = settle(call, body, &turn, initial, &[], 1)?;
     // The stated number of turns is run only if the condition holds at the start and after every turn.
     let holds = |condition: Option<Option<i64>>| condition.is_none_or(|value| value.is_some_and(|v| v != 0));
@@ -46,6 +49,43 @@ fn repeat(call: &Call<'_>) -> Result<Vec<Fact>, String> {
     let slices = outputs.get(1 + carried.len()..).unwrap_or_default();
     let scanned: Vec<Fact> = slices.iter().map(|slice| stacked(slice, 0, turns)).collect::<Result<_, _>>()?;
     Ok([carried, scanned].concat())
+}
+
+/// Follows a loop turn by turn, if it is known of every turn whether it is run, and if they are few.
+fn unrolled(call: &Call<'_>, body: &Graph, initial: &[Fact]) -> Result<Option<Vec<Fact>>, String> {
+    const MAX_TURNS: i64 = 64;
+    let truth =
+        |value: i64| Fact::with_elements(Some(DType::Bool), &[], Some(Elements::Ints(vec![Some(value)])));
+    let stated = call.input(1).is_some();
+    let mut holds = if stated { call.int(1) } else { Some(1) };
+    let limit = if call.input(0).is_some() { call.int(0) } else { Some(i64::MAX) };
+    let Some(limit) = limit else { return Ok(None) };
+    let (mut carried, mut scanned) = (initial.to_vec(), Vec::new());
+    for turn in 0..=MAX_TURNS {
+        if turn >= limit || (stated && holds == Some(0)) {
+            return Ok(Some([carried, stack(&scanned)?].concat()));
+        }
+        // Without a condition at the start, implementations differ in whether the body's counts.
+        if turn == MAX_TURNS || holds.is_none_or(|holds| holds == 0) {
+            break;
+        }
+        let number = Some(Elements::Ints(vec![Some(turn)]));
+        let lead = [Fact::with_elements(Some(DType::I64), &[], number), truth(1)];
+        let mut outputs = call.body(body, &[&lead[..], &carried].concat())?;
+        if outputs.len() <= carried.len() {
+            return Err(format!("{} values are carried, the body gives fewer", carried.len()));
+        }
+        scanned.push(outputs.split_off(1 + carried.len()));
+        holds = outputs[0].ints().and_then(|holds| holds.first().copied());
+        carried = outputs.split_off(1);
+    }
+    Ok(None)
+}
+
+/// The slices of each turn, along a new first axis.
+fn stack(turns: &[Vec<Fact>]) -> Result<Vec<Fact>, String> {
+    let joined = turns.iter().cloned().reduce(|a, b| join_all(&a, &b)).unwrap_or_default();
+    joined.iter().map(|slice| stacked(slice, 0, Some(turns.len()))).collect()
 }
 
 /// Inputs: the carried values, then the scanned ones, of which the body takes a slice each.

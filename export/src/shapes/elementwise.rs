@@ -35,7 +35,7 @@ pub(super) const ELEMENTWISE: &[Row] = &[
     ("", "Neg", |call| map(call, Some(i64::checked_neg), Some(|a| -a))),
     ("", "Not", |call| map(call, Some(|a| Some(i64::from(a == 0))), None)),
     ("", "Reciprocal", |call| map(call, None, Some(f64::recip))),
-    ("", "Relu", same),
+    ("", "Relu", |call| map(call, Some(|a| Some(a.max(0))), Some(|a| number(a, 0.0, f64::max)))),
     ("", "Round", |call| map(call, None, Some(f64::round_ties_even))),
     ("", "Selu", same),
     ("", "Shrink", same),

@@ -5,7 +5,7 @@ use std::{
     collections::{BTreeMap, HashMap},
 };
 
-use super::{Call, Fact, rule, standard_domain};
+use super::{Call, Fact, MAX_ELEMENTS, rule, standard_domain};
 use crate::onnx::{Dim, Graph, Model, Node, Value, ValueId, ValueType};
 
 /// Sizes of a graph's named dimensions.
@@ -28,7 +28,7 @@ pub struct Shapes {
 
 /// Nodes of bodies that are looked at, all bodies together and each as often as it is inferred. Loops within loops
 /// multiply; beyond this their results stay unknown.
-const MAX_BODY_NODES: usize = 1 << 20;
+const MAX_BODY_NODES: usize = 1 << 16;
 
 /// The highest rank that is followed.
 const MAX_RANK: usize = 256;
@@ -174,12 +174,15 @@ impl Scope<'_> {
     }
 }
 
-/// Tensors of absurd rank are not followed, so that a hostile chain of nodes cannot multiply one long list.
+/// Tensors of absurd rank, and sequences that are long or nested, are not followed, so that a hostile chain of nodes
+/// cannot multiply one long list.
 fn bounded(fact: Fact) -> Fact {
-    match fact.rank() {
-        Some(rank) if rank > MAX_RANK => Fact { dtype: fact.dtype, ..Fact::default() },
-        _ => fact,
+    let many =
+        |items: &Vec<Fact>| items.len() > MAX_ELEMENTS || items.iter().any(|item| item.items.is_some());
+    if fact.rank().is_some_and(|rank| rank > MAX_RANK) || fact.items.as_ref().is_some_and(many) {
+        return Fact { dtype: fact.dtype, ..Fact::default() };
     }
+    fact
 }
 
 /// What the graph itself says about a value: a constant, or a recorded type.
