@@ -35,11 +35,11 @@ fn stretch(a: Option<usize>, b: Option<usize>) -> Result<Option<usize>, String> 
 }
 
 /// The elements of a tensor of `shape`, each taken from where `source` says: coordinates there to coordinates in
-/// `input`. `None` if the input's are not known, or if there are too many.
+/// `input`, or none if that place is not known. `None` if the input's contents are not known, or if there are too many.
 pub(super) fn rearranged(
     input: &Fact,
     shape: &[usize],
-    source: impl Fn(&[usize]) -> Vec<usize>,
+    source: impl Fn(&[usize]) -> Option<Vec<usize>>,
 ) -> Option<Elements> {
     let elements = input.elements.as_ref()?;
     let from = input.full_shape()?;
@@ -47,11 +47,10 @@ pub(super) fn rearranged(
     let mut places = Vec::with_capacity(total);
     let mut at = vec![0; shape.len()];
     for _ in 0..total {
-        let place = source(&at).iter().zip(&from).fold(0, |place, (at, size)| place * size + at);
-        places.push(place);
+        places.push(source(&at).and_then(|at| place(&at, &from)));
         advance(&mut at, shape);
     }
-    places.iter().all(|place| *place < elements.len()).then(|| elements.pick(&places))
+    Some(elements.pick(&places))
 }
 
 /// The elements that a tensor has when it is stretched to `shape`.
@@ -62,8 +61,14 @@ pub(super) fn stretched(input: &Fact, shape: &[usize]) -> Option<Elements> {
     }
     let lead = shape.len().checked_sub(from.len())?;
     rearranged(input, shape, |at| {
-        at[lead..].iter().zip(&from).map(|(at, size)| if *size == 1 { 0 } else { *at }).collect()
+        Some(at[lead..].iter().zip(&from).map(|(at, size)| if *size == 1 { 0 } else { *at }).collect())
     })
+}
+
+/// Where coordinates lie in a row-major tensor; `None` if they lie outside.
+fn place(at: &[usize], shape: &[usize]) -> Option<usize> {
+    let inside = at.len() == shape.len() && at.iter().zip(shape).all(|(at, size)| at < size);
+    inside.then(|| at.iter().zip(shape).fold(0, |place, (at, size)| place * size + at))
 }
 
 /// The next coordinates in row-major order.

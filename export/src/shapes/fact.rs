@@ -70,6 +70,11 @@ impl Fact {
         self.dtype?.byte_len(&self.full_shape()?).map(|bytes| bytes as u64)
     }
 
+    /// The contents, none of whose elements may be known.
+    pub(super) fn contents(&self) -> Option<Elements> {
+        self.elements.clone().or_else(|| Elements::unknown(self.dtype?, &self.full_shape()?))
+    }
+
     /// All elements, if each is a known integer.
     pub fn ints(&self) -> Option<Vec<i64>> {
         self.partial_ints()?.iter().copied().collect()
@@ -157,12 +162,24 @@ impl Elements {
         })
     }
 
-    /// The elements at the given places, in their order.
-    pub(super) fn pick(&self, places: &[usize]) -> Elements {
-        match self {
-            Elements::Ints(values) => Elements::Ints(places.iter().map(|at| values[*at]).collect()),
-            Elements::Floats(values) => Elements::Floats(places.iter().map(|at| values[*at]).collect()),
+    /// The elements at the given places, in their order; none where a place is not known or lies outside.
+    pub(super) fn pick(&self, places: &[Option<usize>]) -> Elements {
+        fn pick<T: Copy>(values: &[Option<T>], places: &[Option<usize>]) -> Vec<Option<T>> {
+            places.iter().map(|place| values.get((*place)?).copied()?).collect()
         }
+        match self {
+            Elements::Ints(values) => Elements::Ints(pick(values, places)),
+            Elements::Floats(values) => Elements::Floats(pick(values, places)),
+        }
+    }
+
+    /// Contents of which nothing is known yet, for a tensor of numbers that is small enough to follow them.
+    pub(super) fn unknown(dtype: DType, shape: &[usize]) -> Option<Elements> {
+        let count = count(shape).filter(|count| *count <= MAX_ELEMENTS)?;
+        if is_float(dtype) {
+            return Some(Elements::Floats(vec![None; count]));
+        }
+        dtype.size().map(|_| Elements::Ints(vec![None; count]))
     }
 }
 

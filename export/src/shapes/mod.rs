@@ -6,8 +6,14 @@
 
 mod broadcast;
 mod call;
+mod creation;
+mod elementwise;
 mod fact;
+mod indexing;
 mod infer;
+mod movement;
+mod products;
+mod reduction;
 
 use std::{collections::HashMap, sync::LazyLock};
 
@@ -24,7 +30,14 @@ type Rule = fn(&Call<'_>) -> Result<Vec<Fact>, String>;
 type Row = (&'static str, &'static str, Rule);
 
 /// The families' tables. Adding an operator is a line in its family's table.
-const FAMILIES: &[&[Row]] = &[];
+const FAMILIES: &[&[Row]] = &[
+    creation::CREATION,
+    elementwise::ELEMENTWISE,
+    indexing::INDEXING,
+    movement::MOVEMENT,
+    products::PRODUCTS,
+    reduction::REDUCTION,
+];
 
 static RULES: LazyLock<HashMap<(&str, &str), Rule>> =
     LazyLock::new(|| FAMILIES.iter().copied().flatten().map(|row| ((row.0, row.1), row.2)).collect());
