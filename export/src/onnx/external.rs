@@ -83,12 +83,19 @@ pub(super) fn check_location(location: &str) -> Result<PathBuf, &'static str> {
 /// The folder of a model and the data files in it that are mapped so far, each once.
 pub(super) struct Folder {
     pub path: PathBuf,
+    /// Whether the model may name files that do not exist.
+    pub may_lack_files: bool,
     files: HashMap<PathBuf, Arc<MappedFile>>,
 }
 
 impl Folder {
     pub fn new(path: &Path) -> Folder {
-        Folder { path: path.to_owned(), files: HashMap::new() }
+        Folder { path: path.to_owned(), may_lack_files: false, files: HashMap::new() }
+    }
+
+    /// A folder in which data files may be absent.
+    pub fn of_graph(path: &Path) -> Folder {
+        Folder { may_lack_files: true, ..Folder::new(path) }
     }
 
     /// The mapped file at a path that [`check_location`] returned.

@@ -21,7 +21,7 @@ pub use builder::Builder;
 pub use graph::{Dim, Graph, Model, NodeId, Value, ValueId, ValueType};
 pub use links::Links;
 pub use node::{Attribute, Node};
-pub use read::{ReadError, read_model, read_model_bytes};
+pub use read::{ReadError, read_graph, read_model, read_model_bytes};
 pub use tensor::{Bytes, Compute, ComputeError, DType, MappedFile, Tensor};
 pub use validate::GraphError;
 pub use write::{

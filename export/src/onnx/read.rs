@@ -78,13 +78,25 @@ pub enum TensorProblem {
 ///
 /// Neither the model file nor its data files may be truncated while the model is in use.
 pub fn read_model(path: &Path) -> Result<Model, ReadError> {
+    read_file(path, Folder::new)
+}
+
+/// Reads a model like [`read_model`], but lets it name data files that do not exist: the tensors in them have type,
+/// shape and length, and their bytes are [`super::Bytes::Absent`]. Everything else about them is checked as ever.
+///
+/// For questions that the graph alone answers, such as the shapes of its values.
+pub fn read_graph(path: &Path) -> Result<Model, ReadError> {
+    read_file(path, Folder::of_graph)
+}
+
+fn read_file(path: &Path, data: impl Fn(&Path) -> Folder) -> Result<Model, ReadError> {
     let io_error = |source| ReadError::Io { file: path.to_owned(), source };
     let name = path.file_name().ok_or_else(|| io_error(io::ErrorKind::InvalidInput.into()))?;
     // The folder of the path as given, not of what it links to: see `external::check_location`.
     let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let whole = Arc::new(MappedFile::open(&folder.join(name)).map_err(io_error)?);
     let bytes = SharedBytes::from_owner(Owner(Arc::clone(&whole)));
-    read(bytes, Decoder { file: path, whole: Some(whole), folder: Some(Folder::new(folder)) })
+    read(bytes, Decoder { file: path, whole: Some(whole), folder: Some(data(folder)) })
 }
 
 /// Reads a model from memory. Without a folder, external data is refused.

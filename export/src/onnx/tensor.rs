@@ -1,4 +1,4 @@
-//! Tensors whose bytes may not exist yet: inline, a range of a mapped file, or computed when they are written.
+//! Tensors whose bytes may not be in memory: inline, a range of a mapped file, computed when they are written, or absent.
 
 use std::{
     borrow::Cow,
@@ -125,6 +125,12 @@ pub enum Bytes {
         part: usize,
         len: usize,
     },
+    /// External data in a file that does not exist, of the length that type and shape ask for; reading it is an
+    /// error. Only [`super::read_graph`] makes such tensors.
+    Absent {
+        file: Arc<Path>,
+        len: usize,
+    },
 }
 
 impl Bytes {
@@ -132,7 +138,7 @@ impl Bytes {
         match self {
             Bytes::Inline(bytes) => bytes.len(),
             Bytes::Mapped { range, .. } => range.len(),
-            Bytes::Computed { len, .. } => *len,
+            Bytes::Computed { len, .. } | Bytes::Absent { len, .. } => *len,
         }
     }
 
@@ -143,7 +149,7 @@ impl Bytes {
     /// Gives mapped pages back to the system; they are read again when they are next touched.
     pub fn release(&self) {
         match self {
-            Bytes::Inline(_) => {}
+            Bytes::Inline(_) | Bytes::Absent { .. } => {}
             Bytes::Mapped { file, range } => file.release(range.clone()),
             Bytes::Computed { source, .. } => source.release(),
         }
@@ -161,6 +167,7 @@ impl Bytes {
                 }
                 Ok(Cow::Owned(parts.swap_remove(*part)))
             }
+            Bytes::Absent { file, .. } => Err(format!("its data file {} is absent", file.display()).into()),
         }
     }
 }
@@ -171,6 +178,7 @@ impl fmt::Debug for Bytes {
             Bytes::Inline(bytes) => write!(f, "inline {} B", bytes.len()),
             Bytes::Mapped { file, range } => write!(f, "{}[{range:?}]", file.path.display()),
             Bytes::Computed { part, len, .. } => write!(f, "computed part {part}, {len} B"),
+            Bytes::Absent { file, len } => write!(f, "{len} B of absent {}", file.display()),
         }
     }
 }

@@ -1,5 +1,7 @@
 //! `TensorProto` to [`Tensor`]: every storage form of ONNX becomes little-endian packed bytes, or is refused.
 
+use std::io;
+
 use bytes::Bytes as SharedBytes;
 use prost::Message;
 
@@ -68,9 +70,14 @@ fn external(
         return Err(TensorProblem::Length { field: "external data", expected, actual: length });
     }
     let folder = folder.ok_or_else(|| TensorProblem::NoFolder { location: location.clone() })?;
-    let file = folder
-        .map(relative)
-        .map_err(|source| TensorProblem::Open { path: folder.path.join(location), source })?;
+    let path = folder.path.join(&relative);
+    let file = match folder.map(relative) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound && folder.may_lack_files => {
+            return Ok(Bytes::Absent { file: path.into(), len: expected });
+        }
+        Err(source) => return Err(TensorProblem::Open { path, source }),
+    };
     let file_len = file.map.len();
     let start = usize::try_from(reference.offset).ok();
     let range = start.and_then(|start| Some(start..start.checked_add(expected)?));

@@ -73,6 +73,8 @@ pub enum WriteError {
     Strings { tensor: String },
     #[error("{tensor} lies at {range:?} of {}, beyond its end", file.display())]
     BeyondFile { tensor: String, file: PathBuf, range: Range<usize> },
+    #[error("the data file {} of {tensor} is absent", file.display())]
+    Absent { tensor: String, file: PathBuf },
     #[error("{tensor} could not be computed: {source}")]
     Compute { tensor: String, source: ComputeError },
     #[error("{tensor} is part {part} of a computation that gave {parts} parts")]
@@ -114,7 +116,7 @@ pub fn write_model_with(
     let mut shared = HashMap::new();
     let mut group = Group::default();
     for Job { tensor, label, initializer } in jobs(model) {
-        check_length(tensor, &label)?;
+        check(tensor, &label)?;
         let external =
             initializer && tensor.bytes.len() >= options.inline_below && tensor.dtype != DType::STRING;
         if !external {
@@ -214,13 +216,17 @@ fn address(source: &Arc<dyn Compute>) -> usize {
 /// come as two initializers over one range.
 fn identity(bytes: &Bytes) -> Option<(usize, usize, usize)> {
     match bytes {
-        Bytes::Inline(_) => None,
+        Bytes::Inline(_) | Bytes::Absent { .. } => None,
         Bytes::Mapped { file, range } => Some((Arc::as_ptr(file) as usize, range.start, range.len())),
         Bytes::Computed { source, part, len } => Some((address(source), *part, *len)),
     }
 }
 
-fn check_length(tensor: &Tensor, label: &str) -> Result<(), WriteError> {
+/// Checks before any reading: nothing is allocated for a length that is wrong or that no bytes stand behind.
+fn check(tensor: &Tensor, label: &str) -> Result<(), WriteError> {
+    if let Bytes::Absent { file, .. } = &tensor.bytes {
+        return Err(absent(file, label));
+    }
     let expected = tensor.dtype.byte_len(&tensor.shape);
     if tensor.dtype == DType::STRING || expected == Some(tensor.bytes.len()) {
         return Ok(());
@@ -232,6 +238,10 @@ fn check_length(tensor: &Tensor, label: &str) -> Result<(), WriteError> {
         expected,
         actual: tensor.bytes.len(),
     })
+}
+
+fn absent(file: &Path, label: &str) -> WriteError {
+    WriteError::Absent { tensor: label.to_owned(), file: file.to_owned() }
 }
 
 /// The results of the last computation.
@@ -301,6 +311,7 @@ fn stream(
             }
             Ok(())
         }
+        Bytes::Absent { file, .. } => Err(absent(file, label)),
     }
 }
 
@@ -343,7 +354,7 @@ struct InPlace<'a> {
 
 impl Store for InPlace<'_> {
     fn store(&mut self, tensor: &Tensor, label: &str, proto: &mut TensorProto) -> Result<(), WriteError> {
-        check_length(tensor, label)?;
+        check(tensor, label)?;
         match &tensor.bytes {
             Bytes::Mapped { file, range } if range.len() >= WriteOptions::default().inline_below => {
                 let folder = self.folder.or(file.path.parent()).unwrap_or(Path::new(""));

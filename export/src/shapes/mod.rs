@@ -4,16 +4,31 @@
 //! floats, are computed along the way, because foreign exports compute their shapes in the graph
 //! (Shape, Gather, Concat, Reshape). What is not known stays unknown and is listed; nothing is guessed.
 
+mod attention;
 mod broadcast;
 mod call;
 mod creation;
 mod elementwise;
+mod control;
+mod conv;
 mod fact;
 mod indexing;
 mod infer;
 mod movement;
 mod products;
 mod reduction;
+mod linear_attention;
+mod ml;
+mod norm;
+mod pool;
+mod quantize;
+mod recurrent;
+mod resize;
+mod selection;
+mod sequence;
+mod signal;
+mod training;
+mod window;
 
 use std::{collections::HashMap, sync::LazyLock};
 
@@ -31,12 +46,26 @@ type Row = (&'static str, &'static str, Rule);
 
 /// The families' tables. Adding an operator is a line in its family's table.
 const FAMILIES: &[&[Row]] = &[
+    attention::ATTENTION,
+    control::CONTROL,
+    conv::CONV,
     creation::CREATION,
     elementwise::ELEMENTWISE,
     indexing::INDEXING,
+    linear_attention::LINEAR_ATTENTION,
+    ml::ML,
     movement::MOVEMENT,
+    norm::NORM,
+    pool::POOL,
     products::PRODUCTS,
+    quantize::QUANTIZE,
+    recurrent::RECURRENT,
     reduction::REDUCTION,
+    resize::RESIZE,
+    selection::SELECTION,
+    sequence::SEQUENCE,
+    signal::SIGNAL,
+    training::TRAINING,
 ];
 
 static RULES: LazyLock<HashMap<(&str, &str), Rule>> =
