@@ -4,12 +4,14 @@
 use std::{collections::BTreeMap, error::Error, fs, path::Path, process::ExitCode};
 
 use viaduct::{
-    runtime::{Binding, Runtime, RuntimeOptions, TensorInfo},
+    runtime::{Binding, Device, Provider, Runtime, RuntimeOptions, TensorInfo, lower},
     tensor::{HostTensor, Values},
 };
 use viaduct_export::{
     bundle::Bundle,
-    onnx::{DType, Dim},
+    device::{self, DeviceProfile},
+    memory::{BufferCache, StageMemory, analyse},
+    onnx::{DType, Dim, read_model},
 };
 
 fn main() -> ExitCode {
@@ -45,9 +47,51 @@ fn run(arguments: &[String]) -> Result<(), Box<dyn Error>> {
     for _ in 0..runs.parse()? {
         stage.run(&given, &outputs)?;
     }
-    println!("{}", serde_json::json!({ "started": started, "opened": opened, "peak": resident("VmHWM")? }));
+    let peak = resident("VmHWM")?;
     drop(stage);
+    let memory = predict(&bundle, name, &sizes, runtime.device())?;
+    let figures = serde_json::json!({
+        "started": started,
+        "opened": opened,
+        "peak": peak,
+        "predicted": memory.predicted.total(),
+        "device": memory.predicted.device,
+        "host": memory.predicted.host,
+        "weights": memory.weights_uploaded,
+        "live": memory.peak.map(|peak| memory.timeline[peak].live),
+        "unknown": memory.unknown,
+    });
+    println!("{figures}");
     viaduct::runtime::exit(0)
+}
+
+/// The prediction for the graph as this device runs it.
+fn predict(
+    bundle: &Bundle,
+    name: &str,
+    sizes: &BTreeMap<String, usize>,
+    device: &Device,
+) -> Result<StageMemory, Box<dyn Error>> {
+    let mut model = read_model(&bundle.path(&bundle.stage(name)?.graph)?)?;
+    lower(&mut model, device, sizes, &[])?;
+    let adapter = device.adapter.as_ref();
+    let profile = DeviceProfile {
+        name: device.name.clone(),
+        provider: if device.provider == Provider::Cpu {
+            device::Provider::Cpu
+        } else {
+            device::Provider::WebGpu
+        },
+        unified_memory: true,
+        memory: u64::MAX,
+        f16: device.f16,
+        subgroup_size: device.subgroup_size.unwrap_or(0),
+        max_binding: adapter.map_or(u64::MAX, |a| a.max_storage_buffer_range),
+        max_buffer: u64::MAX,
+        max_storage_buffers: u32::MAX,
+        fused_attention: device.fused_attention,
+    };
+    Ok(analyse(&model, sizes, &profile, BufferCache::default()).0)
 }
 
 fn size(text: &str) -> Result<(String, usize), Box<dyn Error>> {

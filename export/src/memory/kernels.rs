@@ -21,6 +21,8 @@ pub(super) struct Kernel {
     pub layout: Layout,
     /// Whether the output is the first input's buffer under another shape.
     pub view: bool,
+    /// Inputs that the output may be written over, when nothing needs them afterwards.
+    pub in_place: &'static [usize],
     pub dispatches: u32,
     /// Bytes of scratch memory, from the inputs' shapes.
     pub temporary: fn(&Node, &[Option<Vec<usize>>]) -> u64,
@@ -29,6 +31,24 @@ pub(super) struct Kernel {
 const VIEWS: &[&str] = &["Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Dropout"];
 const RANDOM: &[&str] =
     &["RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"];
+
+/// Kernels of the CPU provider that may write over an input, and which (`MayInplace` of their registrations in
+/// core/providers/cpu). Those of the WebGPU provider never do.
+const IN_PLACE: &[(&str, &[usize])] = &[
+    ("Add", &[0, 1]),
+    ("Sub", &[0, 1]),
+    ("Mul", &[0, 1]),
+    ("Div", &[0, 1]),
+    ("Softmax", &[0]),
+    ("Sigmoid", &[0]),
+    ("Tanh", &[0]),
+    ("Relu", &[0]),
+    ("Exp", &[0]),
+    ("Neg", &[0]),
+    ("Abs", &[0]),
+    ("Sqrt", &[0]),
+    ("Clip", &[0]),
+];
 
 /// Operators of the WebGPU provider that take more than one dispatch: statistics first, or a quantised copy of the input.
 const DISPATCHES: &[(&str, u32)] = &[("InstanceNormalization", 2), ("MatMulNBits", 2)];
@@ -42,6 +62,12 @@ pub(super) fn of(provider: Provider, node: &Node) -> Kernel {
     Kernel {
         layout: if standard && node.op_type == "Conv" { Layout::Own } else { Layout::Plain },
         view: standard && VIEWS.contains(&node.op_type.as_str()),
+        in_place: match provider {
+            Provider::Cpu if standard => {
+                IN_PLACE.iter().find(|row| row.0 == node.op_type).map_or(&[], |row| row.1)
+            }
+            _ => &[],
+        },
         dispatches: count,
         temporary: match (provider, node.op_type.as_str()) {
             (Provider::WebGpu, "MatMulNBits") => quantised_input,

@@ -4,6 +4,7 @@ mod cache;
 mod host;
 mod kernels;
 mod liveness;
+mod planned;
 mod program;
 mod weights;
 
@@ -98,7 +99,7 @@ pub fn analyse(
 ) -> (StageMemory, Shapes) {
     let shapes = crate::shapes::infer(model, sizes, &Default::default());
     let graph = &model.graph;
-    let program = Program::of(graph, &shapes, device.provider);
+    let program = Program::of(model, &shapes, device.provider);
     let policy = match device.provider {
         Provider::WebGpu => Policy::Cached(cache),
         Provider::Cpu => Policy::Immediate,
@@ -114,7 +115,7 @@ pub fn analyse(
         unknown: shapes.unknown(graph),
         predicted: Predicted {
             device: weights_uploaded.saturating_add(held),
-            host: host::bytes(graph, &shapes, device.provider),
+            host: host::bytes(graph, &shapes, device.provider, held),
         },
         timeline,
     };

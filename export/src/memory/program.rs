@@ -5,10 +5,13 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::kernels::{self, Kernel, Layout};
+use super::{
+    kernels::{self, Kernel, Layout},
+    planned::Planned,
+};
 use crate::{
     device::Provider,
-    onnx::{Graph, Node, NodeId, ValueId},
+    onnx::{Graph, Model, Node, NodeId, ValueId},
     shapes::Shapes,
 };
 
@@ -42,17 +45,21 @@ pub(super) struct Program {
 struct Writer<'g> {
     graph: &'g Graph,
     shapes: &'g Shapes,
+    planned: Planned,
     provider: Provider,
     /// How many nodes read a value; a graph output counts as one more.
     readers: HashMap<ValueId, usize>,
     /// Where a value lies. Constants and values of unknown size are nowhere.
     places: HashMap<ValueId, BufferId>,
+    /// Reads of each buffer that are still to come.
+    uses: Vec<usize>,
     constants: BTreeMap<ValueId, bool>,
     program: Program,
 }
 
 impl Program {
-    pub fn of(graph: &Graph, shapes: &Shapes, provider: Provider) -> Program {
+    pub fn of(model: &Model, shapes: &Shapes, provider: Provider) -> Program {
+        let graph = &model.graph;
         let mut readers: HashMap<ValueId, usize> = HashMap::new();
         let read = graph.nodes().flat_map(|(_, node)| node.inputs.iter().flatten());
         for id in read.chain(&graph.outputs) {
@@ -62,15 +69,19 @@ impl Program {
         let mut writer = Writer {
             graph,
             shapes,
+            planned: Planned::of(model),
             provider,
             readers,
             places: HashMap::new(),
+            uses: Vec::new(),
             constants: constants.map(|(id, _)| (id, false)).collect(),
             program: Program::default(),
         };
         for id in &graph.inputs {
             if !writer.constants.contains_key(id) {
                 let buffer = writer.place(*id);
+                // The caller keeps its inputs.
+                buffer.iter().for_each(|buffer| writer.uses[*buffer] += 1);
                 writer.program.inputs.extend(buffer);
             }
         }
@@ -116,6 +127,9 @@ impl Writer<'_> {
             Layout::Plain if self.gate(node).is_some() => {}
             Layout::Plain => self.plain(node, &kernel),
         }
+        for buffer in self.reads(node) {
+            self.uses[buffer] -= 1;
+        }
     }
 
     /// Nodes over constants alone run once, when the session is made: core/optimizer/constant_folding.cc.
@@ -131,8 +145,8 @@ impl Writer<'_> {
         if self.graph.outputs.contains(output) || self.constants.contains_key(input) {
             return false;
         }
-        if let Some(place) = self.places.get(input) {
-            self.places.insert(*output, *place);
+        if let Some(place) = self.places.get(input).copied() {
+            self.share(*output, place);
         }
         true
     }
@@ -152,11 +166,33 @@ impl Writer<'_> {
 
     fn plain(&mut self, node: &Node, kernel: &Kernel) {
         let reads = self.reads(node);
-        let makes: Vec<BufferId> = node.outputs.iter().flatten().filter_map(|id| self.place(*id)).collect();
+        let makes = match self.overwritten(node, kernel) {
+            Some((output, place)) => {
+                self.share(output, place);
+                Vec::new()
+            }
+            None => node.outputs.iter().flatten().filter_map(|id| self.place(*id)).collect(),
+        };
         let shape = |id: &Option<ValueId>| id.and_then(|id| self.shapes.shape(id));
         let shapes: Vec<_> = node.inputs.iter().map(shape).collect();
         let temporary = (kernel.temporary)(node, &shapes);
         self.step(reads, makes, temporary, kernel.dispatches);
+    }
+
+    /// The only output and the buffer of an input that it takes over: its last read is this one, it is no input of the
+    /// graph, and the output is none of its outputs.
+    fn overwritten(&self, node: &Node, kernel: &Kernel) -> Option<(ValueId, BufferId)> {
+        let [Some(output)] = node.outputs[..] else { return None };
+        if self.graph.outputs.contains(&output) {
+            return None;
+        }
+        let candidates =
+            kernel.in_place.iter().filter_map(|index| node.inputs.get(*index).copied().flatten());
+        candidates
+            .filter(|input| self.planned.same(*input, output))
+            .filter_map(|input| self.places.get(&input).copied())
+            .find(|place| self.uses[*place] == 1)
+            .map(|place| (output, place))
     }
 
     /// A kernel in a layout of its own: the first input is laid out anew before it and the output after it.
@@ -196,6 +232,7 @@ impl Writer<'_> {
 
     fn buffer(&mut self, bytes: u64) -> BufferId {
         self.program.buffers.push(bytes);
+        self.uses.push(0);
         self.program.buffers.len() - 1
     }
 
@@ -203,8 +240,14 @@ impl Writer<'_> {
     fn place(&mut self, id: ValueId) -> Option<BufferId> {
         let bytes = kernels::held_bytes(self.provider, self.shapes.fact(id))?;
         let buffer = self.buffer(bytes);
-        self.places.insert(id, buffer);
+        self.share(id, buffer);
         Some(buffer)
+    }
+
+    /// Puts a value into a buffer.
+    fn share(&mut self, id: ValueId, buffer: BufferId) {
+        self.uses[buffer] += self.readers.get(&id).copied().unwrap_or(0);
+        self.places.insert(id, buffer);
     }
 
     fn finish(mut self) -> Program {
