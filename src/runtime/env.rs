@@ -90,6 +90,7 @@ fn load() -> Result<Env, RuntimeError> {
     let path = directory.join(LIBRARY);
     let unusable = |reason: String| RuntimeError::LibraryUnusable { path: path.clone(), reason };
     prepare_variables().map_err(|e| unusable(e.to_string()))?;
+    return_freed_memory();
     let builder = ort::init_from(&path).map_err(|e| unusable(e.to_string()))?;
     let ort = builder.with_name("viaduct").with_telemetry(false).with_logger(Arc::new(log)).build();
     let ort = ort.map_err(|e| unusable(e.message().to_owned()))?;
@@ -129,4 +130,15 @@ fn prepare_variables() -> std::io::Result<()> {
         unsafe { std::env::set_var(SOFTWARE_VARIABLE, "1") };
     }
     Ok(())
+}
+
+/// Keeps every block of 128 KiB and more in a mapping of its own, which goes back to the system when it is freed. Left
+/// alone, glibc raises that bound to 32 MiB as blocks are freed, and the CPU provider's tensors end up in a heap full of
+/// gaps: 385 MB at the peak of a decoder block with 84 MB of live tensors, and another figure in every run; so 116.
+fn return_freed_memory() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: sets one number of the allocator, which may be changed at any time.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, 128 << 10);
+    }
 }

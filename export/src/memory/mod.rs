@@ -1,18 +1,28 @@
 //! Memory of a stage, known before it runs: a pure function of graph, sizes and device.
 
+mod cache;
 mod hazards;
+mod host;
+mod kernels;
 mod limits;
+mod liveness;
+mod planned;
+mod program;
 mod quadratic;
+mod weights;
 
+pub use cache::PENDING_DISPATCHES;
 pub use hazards::{Hazard, hazards};
 pub use limits::{Excess, Limit, excesses};
 pub use quadratic::{Quadratic, quadratic, symbols};
 
 use crate::{
-    device::DeviceProfile,
-    onnx::Model,
+    device::{DeviceProfile, Provider},
+    onnx::{DType, Graph, Model},
     shapes::{Shapes, Sizes},
 };
+use cache::{Policy, Pool};
+use program::Program;
 
 /// How the provider keeps buffers of activations that are free again: WebGPU's `storageBufferCacheMode`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -83,14 +93,71 @@ impl Predicted {
     }
 }
 
-/// Analyses one lowered graph.
+/// How many of the largest activations are listed.
+const LARGEST: usize = 10;
+
+/// Analyses one lowered graph. Tensors of unknown size are listed and in no sum.
 pub fn analyse(
     model: &Model,
     sizes: &Sizes,
     device: &DeviceProfile,
     cache: BufferCache,
 ) -> (StageMemory, Shapes) {
-    let _ = (device, cache);
     let shapes = crate::shapes::infer(model, sizes, &Default::default());
-    (StageMemory { unknown: shapes.unknown(&model.graph), ..StageMemory::default() }, shapes)
+    let graph = &model.graph;
+    let program = Program::of(model, &shapes, device.provider);
+    let policy = match device.provider {
+        Provider::WebGpu => Policy::Cached(cache),
+        Provider::Cpu => Policy::Immediate,
+    };
+    let timeline = liveness::timeline(graph, &program, Pool::new(policy));
+    let weights_uploaded = weights::held(graph, &shapes, &program, device.provider);
+    let held = timeline.iter().map(|moment| moment.held).max().unwrap_or(0);
+    let memory = StageMemory {
+        weights_disk: weights::on_disk(graph),
+        weights_uploaded,
+        peak: peak(&timeline),
+        largest: largest(graph, &shapes),
+        unknown: shapes.unknown(graph),
+        predicted: Predicted {
+            device: weights_uploaded.saturating_add(held),
+            host: host::bytes(graph, &shapes, device.provider, held),
+        },
+        timeline,
+    };
+    (memory, shapes)
+}
+
+/// The first moment with the most live bytes.
+fn peak(timeline: &[Moment]) -> Option<usize> {
+    let most = timeline.iter().map(|moment| moment.live).max()?;
+    timeline.iter().position(|moment| moment.live == most)
+}
+
+fn largest(graph: &Graph, shapes: &Shapes) -> Vec<TensorUse> {
+    let made =
+        graph.nodes().flat_map(|(_, node)| node.outputs.iter().flatten().map(move |id| (Some(node), *id)));
+    let given = graph.inputs.iter().map(|id| (None, *id));
+    let mut uses: Vec<TensorUse> = given
+        .chain(made)
+        .filter_map(|(node, id)| {
+            let fact = shapes.fact(id);
+            Some(TensorUse {
+                name: graph[id].name.clone(),
+                node: node.map(|node| node.name.clone()).unwrap_or_default(),
+                op_type: node.map(|node| node.op_type.clone()).unwrap_or_default(),
+                dtype: dtype_name(fact.dtype?),
+                shape: fact.full_shape()?,
+                bytes: fact.bytes()?,
+            })
+        })
+        .collect();
+    uses.sort_by(|a, b| b.bytes.cmp(&a.bytes));
+    uses.truncate(LARGEST);
+    uses
+}
+
+/// As bundles spell it: `f32`, `i64`.
+fn dtype_name(dtype: DType) -> String {
+    format!("{dtype:?}").to_lowercase()
 }

@@ -1,0 +1,48 @@
+//! Bytes of constants: in files, and where they are used.
+
+use super::program::Program;
+use crate::{
+    device::Provider,
+    onnx::{Graph, ValueId},
+    shapes::Shapes,
+};
+
+/// Bytes of all initializers, each once.
+pub(super) fn on_disk(graph: &Graph) -> u64 {
+    let tensors = graph.values().filter_map(|(_, value)| value.constant.as_ref());
+    tensors.map(|tensor| tensor.bytes.len() as u64).fold(0, u64::saturating_add)
+}
+
+/// Bytes of the constants that a session keeps.
+///
+/// WebGPU has a buffer for each, and the mapped pages of the file are dropped once they are copied. The CPU provider reads
+/// f32 weights where they are mapped, so that their pages stay resident; of 4- and 8-bit weights it makes packed copies
+/// (contrib_ops/cpu/quantization/matmul_nbits.cc) and drops the pages.
+pub(super) fn held(graph: &Graph, shapes: &Shapes, program: &Program, provider: Provider) -> u64 {
+    let bytes =
+        program.weights.iter().filter_map(|id| super::kernels::held_bytes(provider, shapes.fact(*id)));
+    let bytes = bytes.fold(0, u64::saturating_add);
+    match provider {
+        Provider::WebGpu => bytes,
+        Provider::Cpu => bytes.saturating_add(packing(graph, shapes)),
+    }
+}
+
+/// What packed weights are larger than those in the file: with accuracy level 4, a scale and a sum in f32 per block take the
+/// place of the scale.
+fn packing(graph: &Graph, shapes: &Shapes) -> u64 {
+    let quantised =
+        graph.nodes().filter(|(_, n)| n.op_type == "MatMulNBits" && n.int("accuracy_level") == Some(4));
+    let scales = quantised.filter_map(|(_, n)| n.inputs.get(2).copied().flatten());
+    scales.map(|id| packed_scales(shapes, id)).fold(0, u64::saturating_add)
+}
+
+fn packed_scales(shapes: &Shapes, scales: ValueId) -> u64 {
+    let fact = shapes.fact(scales);
+    let (Some(bytes), Some(size)) = (fact.bytes(), fact.dtype.and_then(|dtype| dtype.size())) else {
+        return 0;
+    };
+    let count = bytes / size.max(1) as u64;
+    // The provider's own f16 scales are counted as f32 already.
+    count.saturating_mul(4)
+}

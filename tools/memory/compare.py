@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+"""Compares the predicted with the measured peak memory of every stage, each in a process of its own.
+
+    python3 tools/memory/compare.py WORK [--program FILE] [--ep EP ...] [--case NAME ...] [--bar 0.15]
+
+WORK holds the bundles that `tools/memory/bundles.sh WORK` makes. Measured is VmHWM, pages of mapped files included; with a
+software Vulkan device the memory of the GPU is memory of the process. Ends with 1 if a prediction is off by more than the
+bar. Needs Python 3.11 and nothing else.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+TEXT_ROWS = 512
+ATTENTION_ROWS = 1024
+# Two runs: from the second on inputs are uploaded beside those of the first.
+RUNS = "2"
+
+
+@dataclass
+class Case:
+    name: str
+    bundle: str
+    side: int
+
+
+# The attention of the first is one piece, that of the others is cut into chunks of queries; the decoder of the last is not
+# split, so that its stage takes more than 3 GiB.
+CASES = (Case("768", "split", 768), Case("1536", "split", 1536), Case("2048", "unsplit", 2048))
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    print(f"{'stage':<14} {'case':<6} {'ep':<7} {'predicted':>10} {'measured':>10} {'ratio':>6}   MiB", flush=True)
+    worst = 0.0
+    for case in CASES:
+        if case.name not in arguments.case:
+            continue
+        bundle = arguments.work / case.bundle
+        for ep in arguments.ep:
+            for stage in stages(bundle):
+                if arguments.stage and stage not in arguments.stage:
+                    continue
+                figures = measure(arguments.program, bundle, stage, ep, sizes(case.side))
+                ratio = figures["predicted"] / figures["peak"]
+                worst = max(worst, abs(ratio - 1))
+                mark = "" if abs(ratio - 1) <= arguments.bar else "  <--"
+                predicted, peak = figures["predicted"] / MIB, figures["peak"] / MIB
+                print(f"{stage:<14} {case.name:<6} {ep:<7} {predicted:>10.0f} {peak:>10.0f} {ratio:>6.2f}{mark}", flush=True)
+                if arguments.verbose:
+                    print(json.dumps(figures))
+                if figures["unknown"]:
+                    print(f"  unknown sizes: {figures['unknown']}")
+    print(f"worst: off by {worst:.1%}, bar {arguments.bar:.0%}")
+    return 0 if worst <= arguments.bar else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("work", type=Path, help="where the bundles are")
+    parser.add_argument("--program", type=Path, default=ROOT / "target/release/examples/stage_memory")
+    parser.add_argument("--ep", nargs="+", default=["cpu", "webgpu"], help="providers (default both)")
+    parser.add_argument("--case", nargs="+", default=[case.name for case in CASES], help="cases (default all)")
+    parser.add_argument("--stage", nargs="+", help="stages (default transformer and decoder)")
+    parser.add_argument("--bar", type=float, default=0.15, help="largest relative difference (default 0.15)")
+    parser.add_argument("--verbose", action="store_true", help="all figures of every stage")
+    return parser.parse_args()
+
+
+def stages(bundle: Path) -> list[str]:
+    manifest = json.loads((bundle / "bundle.json").read_text())
+    names = [stage["name"] for stage in manifest["stages"]]
+    return [name for name in names if name == "transformer" or name.startswith("vae_")]
+
+
+def sizes(side: int) -> dict[str, int]:
+    """Sizes of the graphs' symbols for a square picture."""
+    tokens = (side // 16) ** 2
+    middle = side // 8
+    known = {
+        "image_seq": tokens,
+        "joint_seq": tokens + TEXT_ROWS,
+        "chunk_rows": min(ATTENTION_ROWS, middle * middle),
+        "kv_rows": middle * middle,
+    }
+    for axis in ("height", "width"):
+        known |= {f"latent_{axis}": side // 16, f"mid_{axis}": middle, f"image_{axis}": side}
+        known |= {f"up{level}_{axis}": middle << (level + 1) for level in range(3)}
+    return known
+
+
+def measure(program: Path, bundle: Path, stage: str, ep: str, bound: dict[str, int]) -> dict:
+    command = [program, bundle, stage, ep, RUNS, *(f"{name}={size}" for name, size in bound.items())]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode != 0:
+        sys.exit(f"{stage} on {ep} ended with {finished.returncode}: {finished.stderr.strip()}")
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
