@@ -5,8 +5,11 @@ mod exit;
 mod export;
 mod generate;
 mod inspect;
+mod interrupt;
 mod printer;
 mod progress;
+mod runs;
+mod stop_at;
 mod verify;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -34,7 +37,7 @@ Exit codes:
   0 done   1 failed (a file is corrupt, missing or cannot be written; numbers are not finite or all the same)
   2 usage (a bad flag, value or size; an unknown profile or recipe; the target exists)
   3 verify: a bar is missed   6 the device is lost, unfit or absent (--ep webgpu without an adapter)
-  130 an export was interrupted";
+  128 + N ended by signal N: 130 after Ctrl-C (an export leaves nothing, a picture is gone on with)";
 
 #[derive(Subcommand)]
 enum Command {
