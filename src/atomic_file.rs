@@ -6,6 +6,7 @@
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::sync::{PoisonError, RwLock, RwLockWriteGuard};
 
 use tempfile::{Builder, NamedTempFile};
 
@@ -30,6 +31,18 @@ pub enum Existing {
     Keep,
 }
 
+/// Shared by all writes while they have a temporary file.
+static WRITES: RwLock<()> = RwLock::new(());
+
+/// How the name of a temporary file ends.
+pub const PARTIAL: &str = ".partial";
+
+/// Waits for the writes that have begun, and lets none begin while the guard lives: a process that ends meanwhile leaves
+/// no temporary file.
+pub fn hold_writes() -> RwLockWriteGuard<'static, ()> {
+    WRITES.write().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Writes `path` with what `fill` writes. Any error, also one of `fill`, removes the temporary file and leaves an
 /// earlier file alone.
 pub fn write_with(
@@ -37,11 +50,23 @@ pub fn write_with(
     existing: Existing,
     fill: impl FnOnce(&mut dyn Write) -> io::Result<()>,
 ) -> Result<(), FileError> {
+    write_through(path, existing, None, fill)
+}
+
+/// Like [`write_with`]. Under the name `temporary`, which is the caller's alone in that directory, a killed process may
+/// have left a part: it is replaced.
+pub fn write_through(
+    path: &Path,
+    existing: Existing,
+    temporary: Option<&str>,
+    fill: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+) -> Result<(), FileError> {
     let failed = |source| FileError::Write { path: path.to_path_buf(), source };
     // Known before the work, which may be long: a taken name.
     check_target(path, existing)?;
     let directory = directory_of(path);
-    let mut temporary = create_in(directory).map_err(failed)?;
+    let _writing = WRITES.read().unwrap_or_else(PoisonError::into_inner);
+    let mut temporary = create_in(directory, temporary).map_err(failed)?;
     let mut buffered = io::BufWriter::new(temporary.as_file_mut());
     fill(&mut buffered).and_then(|()| buffered.flush()).map_err(failed)?;
     drop(buffered);
@@ -74,9 +99,17 @@ fn directory_of(path: &Path) -> &Path {
     }
 }
 
-fn create_in(directory: &Path) -> io::Result<NamedTempFile> {
+fn create_in(directory: &Path, name: Option<&str>) -> io::Result<NamedTempFile> {
+    let prefix = format!(".viaduct-{}", name.unwrap_or_default());
     let mut builder = Builder::new();
-    builder.prefix(".viaduct-").suffix(".partial");
+    builder.prefix(&prefix).suffix(PARTIAL);
+    if name.is_some() {
+        builder.rand_bytes(0);
+        match fs::remove_file(directory.join(format!("{prefix}{PARTIAL}"))) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+    }
     // The default of 0600 would survive the rename; this leaves the rest to the umask, as for any new file.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));

@@ -3,7 +3,7 @@
 //! Source: NEP 1 and `numpy.lib.format`. Reading is strict, since a wrong oracle is worse than none: the header's
 //! three keys and nothing else, and a file exactly as long as its header says, checked before memory is taken.
 
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
 use half::f16;
@@ -19,7 +19,7 @@ use header::Header;
 pub use header::HeaderError;
 
 /// The largest file that is read: four times the largest boundary of a picture of 1024x1024.
-const MAX_FILE_BYTES: u64 = 2 << 30;
+pub const MAX_FILE_BYTES: u64 = 2 << 30;
 
 /// Why a file is not a tensor we can take.
 #[derive(Debug, thiserror::Error)]
@@ -78,20 +78,31 @@ pub fn from_bytes(bytes: &[u8]) -> Result<HostTensor, FormatError> {
 
 /// Writes a tensor as version 1, row-major, little-endian, with the header padded to 64 bytes as NumPy does.
 pub fn write(path: &Path, existing: Existing, tensor: &HostTensor) -> Result<(), FileError> {
-    atomic_file::write(path, existing, &to_bytes(tensor))
+    atomic_file::write_with(path, existing, |out| write_to(out, tensor))
 }
 
 /// The bytes of a `.npy` file.
 pub fn to_bytes(tensor: &HostTensor) -> Vec<u8> {
-    let (descr, data) = match &tensor.values {
-        Values::F32(v) => ("<f4", v.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>()),
-        Values::F16(v) => ("<f2", v.iter().flat_map(|x| x.to_le_bytes()).collect()),
-        Values::I64(v) => ("<i8", v.iter().flat_map(|x| x.to_le_bytes()).collect()),
-        Values::U8(v) => ("|u1", v.to_vec()),
-    };
-    let mut bytes = header::to_bytes(descr, &tensor.shape);
-    bytes.extend(data);
+    let mut bytes = Vec::new();
+    write_to(&mut bytes, tensor).expect("memory takes every byte");
     bytes
+}
+
+/// Writes the bytes of a `.npy` file value by value: `out` should be buffered.
+pub fn write_to(out: &mut dyn Write, tensor: &HostTensor) -> io::Result<()> {
+    let descr = match &tensor.values {
+        Values::F32(_) => "<f4",
+        Values::F16(_) => "<f2",
+        Values::I64(_) => "<i8",
+        Values::U8(_) => "|u1",
+    };
+    out.write_all(&header::to_bytes(descr, &tensor.shape))?;
+    match &tensor.values {
+        Values::F32(v) => v.iter().try_for_each(|x| out.write_all(&x.to_le_bytes())),
+        Values::F16(v) => v.iter().try_for_each(|x| out.write_all(&x.to_le_bytes())),
+        Values::I64(v) => v.iter().try_for_each(|x| out.write_all(&x.to_le_bytes())),
+        Values::U8(v) => out.write_all(v),
+    }
 }
 
 /// A checked header: the file holds exactly `data_bytes` from `data_at` on.

@@ -4,14 +4,24 @@ use std::{
     collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
     time::Instant,
 };
 
 use anyhow::Context;
 use clap::Args;
-use viaduct_export::bundle::Bundle;
+use viaduct_export::{arch::SizesRequest, bundle::Bundle};
 
-use super::{DeviceArguments, ProgressArguments, exit::UsageError, printer::print, progress::Progress};
+use super::{
+    DeviceArguments, ProgressArguments,
+    exit::UsageError,
+    interrupt::{exit_code, on_interrupt},
+    memory::MemoryArguments,
+    printer::print,
+    progress::Progress,
+    runs::{Exchange, identity, runs},
+    stop_at::StopAt,
+};
 use crate::{
     atomic_file::{self, Existing},
     npy,
@@ -21,15 +31,19 @@ use crate::{
         flux2::{Flux2, Noise, Request, Run, Watch},
         image::{Picture, Provenance, check_finite},
         probe::{NoProbe, Probe},
+        run_folder::{Earlier, NoiseIdentity, RunFolder},
         size::{Size, TypedSize},
     },
-    runtime::{Device, Executor},
+    plan::Plan,
+    runtime::{Device, Executor, exit},
 };
 
 /// Draw a picture from a prompt.
 ///
 /// The same seed gives the same noise as `torch.Generator("cpu").manual_seed(seed)` in diffusers. The PNG carries prompt,
 /// seed, steps, size and bundle; `viaduct inspect picture.png` shows them.
+///
+/// A run that is interrupted or killed keeps what it has finished: the same command goes on from there, to the same picture.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Arguments {
@@ -63,15 +77,20 @@ pub struct Arguments {
     /// Also write every boundary tensor as .npy into this folder
     #[arg(long, value_name = "DIR")]
     dump: Option<PathBuf>,
-    /// Replace an existing file
+    /// Replace an existing file; and start although the plan does not fit the memory there is. The watchdog stays on guard
     #[arg(long)]
     force: bool,
-    /// Run everything in this process instead of a child per component
+    /// Begin anew, and discard what an interrupted run of the same command has kept
+    #[arg(long)]
+    fresh: bool,
+    /// Run everything in this process instead of a child per component; nothing watches over memory then
     #[arg(long)]
     in_process: bool,
     /// Print the result as JSON
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    memory: MemoryArguments,
     #[command(flatten)]
     device: DeviceArguments,
     #[command(flatten)]
@@ -87,11 +106,19 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let started = Instant::now();
     let bundle = Bundle::open(&arguments.bundle)?;
     let flux2 = Flux2::open(&bundle)?;
-    let request = request(arguments, &flux2)?;
+    let mut request = request(arguments, &flux2)?;
     check_writable(arguments)?;
     let mut progress = Progress::new(arguments.progress.progress);
-    let exchange = tempfile::tempdir().context("no folder for the workers' tensors")?;
-    let mut executor = executor(arguments, exchange.path(), &mut progress)?;
+    let exchange = Exchange::create(runs()?.as_ref())?;
+    let mut executor = executor(arguments, &exchange, &mut progress)?;
+    let plan = arguments.memory.plan(
+        &bundle,
+        &picture(&request),
+        executor.device(),
+        arguments.force,
+        &mut progress,
+    )?;
+    let folder = run_folder(arguments, &mut request, &bundle, (executor.device(), &plan), &mut progress)?;
     announce(&request, &mut progress);
 
     let existing = if arguments.force { Existing::Replace } else { Existing::Keep };
@@ -101,30 +128,116 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         Some(dump) => dump,
         None => &mut nothing,
     };
-    let mut run = Run { executor: &mut *executor, plan: None, watch: Watch::new(&mut progress, probe) };
+    let place = stop_on_interrupt(&progress, folder.path().is_some(), &exchange)?;
+    let mut listener = Tracked { progress, place, stop: StopAt::from_environment() };
+    let watch = Watch::new(&mut listener, probe);
+    let mut run = Run { executor: &mut *executor, plan: Some(&plan), watch, folder };
     let image = flux2.draw(&request, &mut run)?;
-    let nodes = run.watch.nodes;
+    let (nodes, folder) = (run.watch.nodes, run.folder);
     let picture = Picture::from_tensor(&image)?;
     if let Some(dump) = dump {
         dump.finish(&image)?;
     }
-    let provenance = provenance(arguments, &request, &bundle);
-    let folder = folder_of(&arguments.out);
-    fs::create_dir_all(folder).with_context(|| format!("cannot make the folder {}", folder.display()))?;
-    atomic_file::write(&arguments.out, existing, &picture.to_png(&provenance.texts())?)?;
-    drop(progress);
-    print(&report(arguments, &request, executor.device(), &nodes, started.elapsed().as_secs_f64()))
+    let png = picture.to_png(&provenance(arguments, &request, &bundle).texts())?;
+    listener.end();
+    write_picture(&arguments.out, existing, folder.id(), &png)?;
+    let resumed_from = folder.resumed_from().map(str::to_owned);
+    folder.finish(&mut listener);
+    drop(listener);
+    let made = Made { nodes: &nodes, resumed_from, seconds: started.elapsed().as_secs_f64() };
+    print(&report(arguments, &request, executor.device(), &made))
 }
 
 fn executor(
     arguments: &Arguments,
-    exchange: &Path,
+    exchange: &Exchange,
     progress: &mut Progress,
 ) -> anyhow::Result<Box<dyn Executor>> {
     Ok(match arguments.in_process {
         true => Box::new(arguments.device.start(progress)?),
-        false => Box::new(arguments.device.start_workers(exchange, progress)?),
+        false => {
+            let watchdog = arguments.memory.watchdog(progress);
+            Box::new(arguments.device.start_workers(exchange.path(), watchdog, progress)?)
+        }
     })
+}
+
+fn picture(request: &Request) -> SizesRequest {
+    let (width, height) = (request.size.width(), request.size.height());
+    SizesRequest { width, height, steps: request.steps, attention_rows: None }
+}
+
+/// The folder in which this command's run is kept. A seed that an interrupted run drew is taken over into the request.
+fn run_folder(
+    arguments: &Arguments,
+    request: &mut Request,
+    bundle: &Bundle,
+    (device, plan): (&Device, &Plan),
+    progress: &mut Progress,
+) -> anyhow::Result<RunFolder> {
+    let Some(runs) = runs()?.filter(|_| arguments.dump.is_none()) else { return Ok(RunFolder::none()) };
+    let earlier = if arguments.fresh { Earlier::Discard } else { Earlier::Continue };
+    let identity = identity(request, arguments.seed.is_none(), bundle, device, plan);
+    let drawn = seed_of(request).filter(|_| identity.noise == NoiseIdentity::Drawn);
+    let folder = RunFolder::open(&runs, &identity, drawn, earlier, progress);
+    if let Some(seed) = folder.drawn_seed() {
+        request.noise = Noise::Seed(seed);
+    }
+    Ok(folder)
+}
+
+fn write_picture(out: &Path, existing: Existing, run: Option<&str>, png: &[u8]) -> anyhow::Result<()> {
+    let folder = folder_of(out);
+    fs::create_dir_all(folder).with_context(|| format!("cannot make the folder {}", folder.display()))?;
+    Ok(atomic_file::write_through(out, existing, run, |file| file.write_all(png))?)
+}
+
+/// The stage that a run is in; none when the picture is done, and its writing is not to be interrupted.
+type Place = Arc<Mutex<Option<String>>>;
+
+/// Hands events on, and notes where the run is.
+struct Tracked {
+    progress: Progress,
+    place: Place,
+    stop: Option<StopAt>,
+}
+
+impl Tracked {
+    /// From now on an interrupt is not heeded, since the run is over.
+    fn end(&self) {
+        *self.place.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}
+
+impl Listener for Tracked {
+    fn on_event(&mut self, event: Event) {
+        if let Event::Stage { name, .. } = &event {
+            *self.place.lock().unwrap_or_else(PoisonError::into_inner) = Some(name.clone());
+        }
+        self.progress.on_event(event.clone());
+        if let Some(stop) = &self.stop {
+            stop.hear(&event);
+        }
+    }
+}
+
+/// An interrupt ends the process at once, but for a file that is being written.
+fn stop_on_interrupt(progress: &Progress, kept: bool, exchange: &Exchange) -> anyhow::Result<Place> {
+    let place = Place::new(Mutex::new(Some("text_encoder".to_owned())));
+    let (at, say, exchange) = (place.clone(), progress.voice(), exchange.path().to_owned());
+    on_interrupt(move |signal| {
+        // Held to the end, so that the run gets no further.
+        let place = at.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(stage) = place.as_ref() else { return };
+        let _held = atomic_file::hold_writes();
+        say(&match kept {
+            true => format!("interrupted in stage {stage}; the same command goes on from there"),
+            false => format!("interrupted in stage {stage}; nothing was kept"),
+        });
+        let _ = fs::remove_dir_all(&exchange);
+        exit(exit_code(signal))
+    })?;
+    Ok(place)
 }
 
 fn request(arguments: &Arguments, flux2: &Flux2<'_>) -> anyhow::Result<Request> {
@@ -212,19 +325,22 @@ fn provenance(arguments: &Arguments, request: &Request, bundle: &Bundle) -> Prov
     }
 }
 
-fn report(
-    arguments: &Arguments,
-    request: &Request,
-    device: &Device,
-    nodes: &BTreeMap<String, usize>,
+/// How a picture came about.
+struct Made<'a> {
+    /// Nodes that each provider ran.
+    nodes: &'a BTreeMap<String, usize>,
+    /// What an earlier attempt had finished.
+    resumed_from: Option<String>,
     seconds: f64,
-) -> String {
-    let seed = seed_of(request);
+}
+
+fn report(arguments: &Arguments, request: &Request, device: &Device, made: &Made<'_>) -> String {
+    let (seed, seconds) = (seed_of(request), made.seconds);
     if arguments.json {
         let report = serde_json::json!({
             "image": arguments.out.to_string_lossy(), "seed": seed, "width": request.size.width(), "height": request.size.height(),
             "steps": request.steps, "ep": device.provider.to_string(), "adapter": device.name,
-            "nodes": nodes, "seconds": seconds,
+            "nodes": made.nodes, "resumed_from": made.resumed_from, "seconds": seconds,
         });
         format!("{report}\n")
     } else {

@@ -5,9 +5,13 @@ mod exit;
 mod export;
 mod generate;
 mod inspect;
+mod interrupt;
+mod memory;
 mod printer;
 mod progress;
 mod report;
+mod runs;
+mod stop_at;
 mod verify;
 
 use std::path::Path;
@@ -22,8 +26,8 @@ pub use self::{
 use crate::{
     pipeline::event::{Event, Listener},
     runtime::{
-        Device, Executor, Provider, Runtime, RuntimeError, RuntimeOptions, Workers, attention_self_test,
-        serve,
+        Device, Executor, Provider, Runtime, RuntimeError, RuntimeOptions, Watchdog, Workers,
+        attention_self_test, serve,
     },
 };
 
@@ -39,8 +43,9 @@ const EXIT_CODES: &str = "\
 Exit codes:
   0 done   1 failed (a file is corrupt, missing or cannot be written; numbers are not finite or all the same)
   2 usage (a bad flag, value or size; an unknown profile or recipe; the target exists)
-  3 verify: a bar is missed   4 report: over the budget   6 the device is lost, unfit or absent (--ep webgpu without an adapter)
-  130 an export was interrupted";
+  3 verify: a bar is missed   4 the plan is over the budget   5 stopped by the watchdog, before memory ran out
+  6 the device is lost, unfit or absent (--ep webgpu without an adapter)
+  128 + N ended by signal N: 130 after Ctrl-C (an export leaves nothing, a picture is gone on with)";
 
 #[derive(Subcommand)]
 enum Command {
@@ -76,8 +81,13 @@ impl DeviceArguments {
     }
 
     /// The same in a child process; tensors pass through files in `exchange`.
-    fn start_workers(&self, exchange: &Path, listener: &mut dyn Listener) -> Result<Workers, RuntimeError> {
-        let workers = Workers::start(self.options(), exchange)?;
+    fn start_workers(
+        &self,
+        exchange: &Path,
+        watchdog: Option<Watchdog>,
+        listener: &mut dyn Listener,
+    ) -> Result<Workers, RuntimeError> {
+        let workers = Workers::start(self.options(), exchange, watchdog)?;
         announce(workers.device(), listener);
         Ok(workers)
     }

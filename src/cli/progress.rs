@@ -26,10 +26,13 @@ impl Progress {
     }
 
     fn say(&self, line: &str) {
-        match &self.bar {
-            Some(bar) => bar.suspend(|| complain(line)),
-            None => complain(line),
-        }
+        say(self.bar.as_ref(), line);
+    }
+
+    /// Says a line beside the bar from another thread.
+    pub fn voice(&self) -> impl Fn(&str) + Send + 'static {
+        let bar = self.bar.clone();
+        move |line| say(bar.as_ref(), line)
     }
 
     /// A sign of life where no bar can be drawn.
@@ -68,7 +71,7 @@ impl Progress {
                 bar.set_position(*done);
                 bar.set_message(what.clone());
             }
-            Event::Memory { .. } | Event::Warning { .. } | Event::Note { .. } => {}
+            Event::Kept { .. } | Event::Memory { .. } | Event::Warning { .. } | Event::Note { .. } => {}
         }
     }
 }
@@ -92,6 +95,13 @@ impl Drop for Progress {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
+    }
+}
+
+fn say(bar: Option<&ProgressBar>, line: &str) {
+    match bar {
+        Some(bar) => bar.suspend(|| complain(line)),
+        None => complain(line),
     }
 }
 

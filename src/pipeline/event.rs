@@ -10,6 +10,8 @@ pub enum Event {
     Stage { name: String, index: usize, count: usize },
     /// Step `index` of `count` is done; `index` counts from 1.
     Step { index: usize, count: usize, seconds: f64 },
+    /// The state after `name` is on disk: the same run, started again, goes on from there.
+    Kept { name: String, bytes: u64 },
     /// `done` of `total` bytes of `what` are read, written or uploaded; `total` is absent where nobody knows it.
     Bytes { what: String, done: u64, total: Option<u64> },
     /// A stage's peak memory in bytes, as planned and as measured.
@@ -55,6 +57,7 @@ mod tests {
         let events = [
             Event::Stage { name: "transformer".into(), index: 2, count: 3 },
             Event::Step { index: 1, count: 4, seconds: 0.25 },
+            Event::Kept { name: "latents_step0".into(), bytes: 1 << 20 },
             Event::Bytes { what: "weights".into(), done: 1 << 40, total: None },
             Event::Memory { stage: "vae".into(), planned: 10, measured: 9 },
             Event::warning("two\nlines"),

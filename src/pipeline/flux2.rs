@@ -20,6 +20,7 @@ use super::{
     },
     probe::Probe,
     prompt::{EncodedPrompt, PromptEncoder, PromptError},
+    run_folder::RunFolder,
     schedule::{Schedule, ScheduleError, time_embedding},
     size::Size,
 };
@@ -85,6 +86,9 @@ pub enum Noise {
 /// Modulation tensors of all steps: name of the transformer's input, and [steps, count, width].
 type Modulations = Vec<(&'static str, HostTensor)>;
 
+/// Outputs of `vae_pre` that the middle block's attention takes.
+const ATTENTION_INPUTS: [&str; 3] = ["q", "kt", "v"];
+
 const MODULATIONS: [&str; 4] = ["mod_img", "mod_txt", "mod_single", "mod_out"];
 
 /// A FLUX.2 bundle ready to draw.
@@ -94,12 +98,41 @@ pub struct Flux2<'a> {
     prompts: PromptEncoder,
 }
 
-/// One run: where it computes, and who watches.
+/// The picture half decoded: what the decoder's remaining stages need.
+struct Decoding {
+    /// How many of the stages after the middle block are done.
+    done: usize,
+    /// [1,C,h,w]; what the next stage calls it is the name of the last stage's output.
+    x: HostTensor,
+    /// The attention's result [1,h,w,C], until the first stage has added it.
+    attended: Option<HostTensor>,
+}
+
+/// One run: where it computes, who watches, and what it keeps in case it is killed.
 pub struct Run<'a> {
     pub executor: &'a mut dyn Executor,
     /// How stages are set; as usual if there is none.
     pub plan: Option<&'a Plan>,
     pub watch: Watch<'a>,
+    /// None where the probe looks into the run: it is to see all of it, and might change it.
+    pub folder: RunFolder,
+}
+
+impl Run<'_> {
+    /// See [`RunFolder::keep`].
+    fn keep(&mut self, tensors: &[(&str, &HostTensor)], needed: &[&str]) {
+        self.folder.keep(tensors, needed, self.watch.listener);
+    }
+
+    /// See [`RunFolder::kept`].
+    fn kept(&mut self, name: &str) -> Option<HostTensor> {
+        self.folder.kept(name, self.watch.listener)
+    }
+
+    /// See [`RunFolder::resume`].
+    fn resume(&mut self, point: String) {
+        self.folder.resume(point, self.watch.listener);
+    }
 }
 
 /// Who hears of a run and who looks into it.
@@ -147,13 +180,53 @@ impl<'a> Flux2<'a> {
     /// Draws one picture: [1,3,H,W] in -1..1, as the decoder leaves it.
     pub fn draw(&self, request: &Request, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
         let prompt = self.tokenize(&request.prompt, run)?;
-        let embeds = self.encode(&prompt, run)?;
+        let decoding = match self.kept_decoding(request.size, run)? {
+            Some(decoding) => decoding,
+            None => {
+                let latents = self.sample(request, &prompt, run)?;
+                self.decode_middle(&latents, request.size, run)?
+            }
+        };
+        self.decode(decoding, request.size, run)
+    }
+
+    /// The final latents [1, tokens, channels].
+    fn sample(
+        &self,
+        request: &Request,
+        prompt: &EncodedPrompt,
+        run: &mut Run<'_>,
+    ) -> Result<HostTensor, Flux2Error> {
+        let begun = match self.kept_latents(request, run) {
+            Some((done, latents)) if done == request.steps => return Ok(latents),
+            begun => begun,
+        };
+        let embeds = self.encode(prompt, run)?;
         let schedule = Schedule::flux2(request.size.tokens(), request.steps)?;
         let sigmas = HostTensor::f32(&[request.steps + 1], schedule.sigmas().to_vec());
         run.watch.boundary("sigmas", sigmas);
         let modulations = self.modulate(&schedule, run)?;
-        let latents = self.denoise(request, &schedule, &modulations, &embeds, run)?;
-        self.decode(&latents, request.size, run)
+        let (done, latents) = match begun {
+            Some(begun) => begun,
+            None => {
+                let noise = run.watch.boundary("noise_nchw", self.noise(request)?);
+                (0, pack_latents(&noise)?)
+            }
+        };
+        self.denoise(request.size, &schedule, &modulations, &embeds, (done, latents), run)
+    }
+
+    /// The latents after the last step that an earlier attempt finished, and how many steps that are.
+    fn kept_latents(&self, request: &Request, run: &mut Run<'_>) -> Option<(usize, HostTensor)> {
+        let shape = [1, request.size.tokens(), self.parameters.transformer.channels];
+        let steps = (0..request.steps).rev();
+        let (step, latents) =
+            steps.filter_map(|step| Some((step, run.kept(&latents_after(step))?))).next()?;
+        if latents.shape != shape {
+            return None;
+        }
+        run.resume(format!("step {}/{}", step + 1, request.steps));
+        Some((step + 1, latents))
     }
 
     fn tokenize(&self, prompt: &str, run: &mut Run<'_>) -> Result<EncodedPrompt, Flux2Error> {
@@ -174,6 +247,10 @@ impl<'a> Flux2<'a> {
 
     /// [1, text length, joint width]; rows of padding included, because the transformer attends to them.
     fn encode(&self, prompt: &EncodedPrompt, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
+        if let Some(embeds) = run.kept("prompt_embeds") {
+            run.resume("text_encoder".to_owned());
+            return Ok(embeds);
+        }
         let text = &self.parameters.text;
         let path = self.bundle.path(&text.embedding.file)?;
         let embeds = gather_rows(&path, &text.embedding, &prompt.ids)?;
@@ -188,6 +265,7 @@ impl<'a> Flux2<'a> {
         let embeds = stage.run(&inputs, &["prompt_embeds"])?.remove(0);
         close(stage, run.plan, &mut run.watch)?;
         check_finite("text_encoder", None, &embeds)?;
+        run.keep(&[("prompt_embeds", &embeds)], &[]);
         Ok(run.watch.boundary("prompt_embeds", embeds))
     }
 
@@ -215,18 +293,18 @@ impl<'a> Flux2<'a> {
         Ok(MODULATIONS.into_iter().zip(tensors).collect())
     }
 
+    /// Goes on with the latents after so many steps.
     fn denoise(
         &self,
-        request: &Request,
+        size: Size,
         schedule: &Schedule,
         modulations: &Modulations,
         embeds: &HostTensor,
+        (done, mut latents): (usize, HostTensor),
         run: &mut Run<'_>,
     ) -> Result<HostTensor, Flux2Error> {
-        let noise = run.watch.boundary("noise_nchw", self.noise(request)?);
-        let mut latents = pack_latents(&noise)?;
-        let (cos, sin) = self.joint_tables(request.size, run.watch.probe)?;
-        let sizes = self.sizes(request.size, request.steps, run.plan);
+        let (cos, sin) = self.joint_tables(size, run.watch.probe)?;
+        let sizes = self.sizes(size, schedule.steps(), run.plan);
         let mut stage = self.stage("transformer", &sizes, run.executor, run.plan, &mut run.watch)?;
         let exposed = self.exposed(&*stage)?;
         // What stays the same over the steps is uploaded once.
@@ -234,7 +312,7 @@ impl<'a> Flux2<'a> {
             stage.bind(name, tensor)?;
         }
         let count = schedule.steps();
-        for step in 0..count {
+        for step in done..count {
             let started = Instant::now();
             let rows: Vec<(&str, HostTensor)> = modulations.iter().map(|(n, t)| (*n, t.row(step))).collect();
             let mut inputs = vec![("latents", &latents)];
@@ -244,12 +322,20 @@ impl<'a> Flux2<'a> {
             check_finite("transformer", Some(step), &velocity)?;
             let velocity = run.watch.boundary(&format!("pred_step{step}"), velocity);
             schedule.euler_step(step, &mut latents, &velocity)?;
-            latents = run.watch.boundary(&format!("latents_step{step}"), latents);
+            latents = run.watch.boundary(&latents_after(step), latents);
             let seconds = started.elapsed().as_secs_f64();
             run.watch.listener.on_event(Event::Step { index: step + 1, count, seconds });
+            if step + 1 < count {
+                run.folder.keep(
+                    &[(latents_after(step).as_str(), &latents)],
+                    &["prompt_embeds"],
+                    run.watch.listener,
+                );
+            }
         }
         close(stage, run.plan, &mut run.watch)?;
         check_varied("transformer", Some(count - 1), &latents)?;
+        run.keep(&[(latents_after(count - 1).as_str(), &latents)], &[]);
         Ok(latents)
     }
 
@@ -292,15 +378,16 @@ impl<'a> Flux2<'a> {
         Ok((cos, sin))
     }
 
-    /// Latents [1, tokens, channels] to the picture [1,3,H,W] in -1..1.
-    fn decode(&self, latents: &HostTensor, size: Size, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
-        let [rows, columns] = size.grid();
-        let latents = unpack_latents(latents, rows, columns)?;
+    /// The decoder's stages after the middle block: to the picture [1,3,H,W] in -1..1.
+    fn decode(&self, decoding: Decoding, size: Size, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
+        let Decoding { done, mut x, mut attended } = decoding;
         let sizes = self.sizes(size, self.parameters.schedule.steps, run.plan);
-        let (mut x, mut attended) = self.decode_middle(&latents, &sizes, run)?;
         let stages = &self.parameters.vae.post_stages;
-        let mut input = "vae_mid_res0".to_owned();
-        for name in stages {
+        let mut input = match done {
+            0 => "vae_mid_res0".to_owned(),
+            _ => self.output_of(&stages[done - 1])?,
+        };
+        for (index, name) in stages.iter().enumerate().skip(done) {
             let mut stage = self.stage(name, &sizes, run.executor, run.plan, &mut run.watch)?;
             let exposed = self.exposed(&*stage)?;
             let output = stage.outputs().into_iter().next().unwrap_or_default();
@@ -309,6 +396,9 @@ impl<'a> Flux2<'a> {
             x = run_and_probe(&mut *stage, &inputs, &output, &exposed, &mut run.watch)?;
             close(stage, run.plan, &mut run.watch)?;
             check_finite(name, None, &x)?;
+            if index + 1 < stages.len() {
+                run.keep(&[(name.as_str(), &x)], &[]);
+            }
             x = run.watch.boundary(&output, x);
             attended = None;
             input = output;
@@ -317,37 +407,76 @@ impl<'a> Flux2<'a> {
             return Err(Flux2Error::Picture { found: x.shape, size });
         }
         check_varied("vae", None, &x)?;
+        if let Some(last) = stages.last() {
+            run.keep(&[(last.as_str(), &x)], &[]);
+        }
         Ok(x)
     }
 
-    /// Everything before the first up block: the residual [1,C,h,w] and, where the middle block attends, the
-    /// attention's result [1,h,w,C].
+    /// The name that the manifest gives a stage's output, which is the next one's input.
+    fn output_of(&self, stage: &str) -> Result<String, Flux2Error> {
+        let outputs = &self.bundle.stage(stage)?.outputs;
+        Ok(outputs.first().map(|port| port.name.clone()).unwrap_or_default())
+    }
+
+    /// The furthest state of the decoder that an earlier attempt kept.
+    fn kept_decoding(&self, size: Size, run: &mut Run<'_>) -> Result<Option<Decoding>, Flux2Error> {
+        let vae = &self.parameters.vae;
+        for (index, name) in vae.post_stages.iter().enumerate().rev() {
+            if let Some(x) = run.kept(name) {
+                run.resume(name.clone());
+                return Ok(Some(Decoding { done: index + 1, x, attended: None }));
+            }
+        }
+        let Some(x) = run.kept("vae_mid_res0") else { return Ok(None) };
+        let sizes = self.sizes(size, self.parameters.schedule.steps, run.plan);
+        let Some(rows) = sizes.get("chunk_rows") else {
+            run.resume("vae_pre".to_owned());
+            return Ok(Some(Decoding { done: 0, x, attended: None }));
+        };
+        if let Some(attended) = run.kept(ATTENTION) {
+            run.resume(ATTENTION.to_owned());
+            return Ok(Some(Decoding { done: 0, x, attended: Some(attended) }));
+        }
+        let [Some(q), Some(kt), Some(v)] = ATTENTION_INPUTS.map(|name| run.kept(name)) else {
+            return Ok(None);
+        };
+        run.resume("vae_pre".to_owned());
+        Ok(Some(Decoding { done: 0, x, attended: Some(self.attend([q, kt, v], *rows, &sizes, run)?) }))
+    }
+
+    /// Everything before the first up block, from latents [1, tokens, channels].
     fn decode_middle(
         &self,
         latents: &HostTensor,
-        sizes: &Sizes,
+        size: Size,
         run: &mut Run<'_>,
-    ) -> Result<(HostTensor, Option<HostTensor>), Flux2Error> {
-        let mut stage = self.stage("vae_pre", sizes, run.executor, run.plan, &mut run.watch)?;
+    ) -> Result<Decoding, Flux2Error> {
+        let [rows, columns] = size.grid();
+        let latents = unpack_latents(latents, rows, columns)?;
+        let sizes = self.sizes(size, self.parameters.schedule.steps, run.plan);
+        let mut stage = self.stage("vae_pre", &sizes, run.executor, run.plan, &mut run.watch)?;
         let exposed = self.exposed(&*stage)?;
         let mut names = vec!["vae_mid_res0"];
         if sizes.contains_key("chunk_rows") {
-            names.extend(["q", "kt", "v"]);
+            names.extend(ATTENTION_INPUTS);
         }
         let own = names.len();
         names.extend(exposed.iter().map(String::as_str));
-        let mut tensors = stage.run(&[("latents", latents)], &names)?;
+        let mut tensors = stage.run(&[("latents", &latents)], &names)?;
         close(stage, run.plan, &mut run.watch)?;
         for (name, tensor) in exposed.iter().zip(tensors.split_off(own)) {
             run.watch.boundary(name, tensor);
         }
-        let residual = run.watch.boundary("vae_mid_res0", tensors.remove(0));
-        check_finite("vae_pre", None, &residual)?;
+        let x = run.watch.boundary("vae_mid_res0", tensors.remove(0));
+        check_finite("vae_pre", None, &x)?;
+        let state = [("vae_mid_res0", &x)].into_iter().chain(ATTENTION_INPUTS.into_iter().zip(&tensors));
+        run.keep(&state.collect::<Vec<_>>(), &[]);
         let attended = match (sizes.get("chunk_rows"), <[HostTensor; 3]>::try_from(tensors)) {
-            (Some(chunk), Ok(inputs)) => Some(self.attend(inputs, *chunk, sizes, run)?),
+            (Some(chunk), Ok(inputs)) => Some(self.attend(inputs, *chunk, &sizes, run)?),
             _ => None,
         };
-        Ok((residual, attended))
+        Ok(Decoding { done: 0, x, attended })
     }
 
     /// The middle block's attention, a chunk of query rows at a time. `q` and `v` are [1,h,w,C], `kt` [1,C,h,w].
@@ -377,7 +506,9 @@ impl<'a> Flux2<'a> {
             attended.extend(shaped(ATTENTION, "attn_chunk", result, &part.shape)?.into_f32());
         }
         close(stage, run.plan, &mut run.watch)?;
-        Ok(HostTensor::f32(&shape, attended))
+        let attended = HostTensor::f32(&shape, attended);
+        run.keep(&[(ATTENTION, &attended)], &["vae_mid_res0"]);
+        Ok(attended)
     }
 
     /// Opens a stage and says so; the values of its graph that have a reference name are exposed if the probe asks.
@@ -423,6 +554,11 @@ fn close(stage: Box<dyn Session + '_>, plan: Option<&Plan>, watch: &mut Watch<'_
         watch.listener.on_event(Event::Memory { stage: name, planned, measured });
     }
     Ok(())
+}
+
+/// The reference's name of the latents after a step, counted from 0.
+fn latents_after(step: usize) -> String {
+    format!("latents_step{step}")
 }
 
 /// Position ids as [1, tokens, 4].

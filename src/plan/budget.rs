@@ -3,61 +3,62 @@
 use std::fmt;
 
 use serde::Serialize;
-use viaduct_export::{device::DeviceProfile, memory::Predicted};
+use viaduct_export::{bytes::ByteSize, device::DeviceProfile, memory::Predicted};
 
-use viaduct_export::bytes::ByteSize;
+use crate::runtime::memory;
 
 /// Bounds of one stage's process, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(tag = "memory", rename_all = "snake_case")]
-pub enum Budget {
-    /// CPU and device share one memory: their sum counts.
-    Shared { total: u64 },
-    /// The device has its own.
-    Separate { device: u64, host: u64 },
+pub struct Budget {
+    /// Whether CPU and device share one memory, so that the sum of both parts counts.
+    pub unified: bool,
+    pub host: u64,
+    pub device: u64,
+    /// Of both parts together.
+    pub total: u64,
 }
 
 impl Budget {
-    /// The budget on a device, with `available` bytes of host memory and, where the user sets one, `asked` instead: of
-    /// the shared memory, or of the device's own.
-    pub fn new(device: &DeviceProfile, available: u64, asked: Option<u64>) -> Budget {
-        match device.unified_memory {
-            true => Budget::Shared { total: asked.unwrap_or(available.min(device.memory)) },
-            false => Budget::Separate { device: asked.unwrap_or(device.memory), host: available },
+    /// What is free, or what the user asked for in its place: of the shared memory, or of the device's own.
+    pub fn new(device: &DeviceProfile, free: memory::Budget, asked: Option<u64>) -> Budget {
+        let unified = device.unified_memory;
+        let memory::Budget { host, device, total } = free;
+        match (asked, unified) {
+            (None, _) => Budget { unified, host, device, total },
+            (Some(asked), true) => Budget { unified, host: asked, device: asked, total: asked },
+            (Some(asked), false) => {
+                Budget { unified, host, device: asked, total: host.saturating_add(asked) }
+            }
         }
     }
 
-    /// Without bounds: a report that nobody gave a budget.
-    pub fn unlimited(device: &DeviceProfile) -> Budget {
-        match device.unified_memory {
-            true => Budget::Shared { total: u64::MAX },
-            false => Budget::Separate { device: u64::MAX, host: u64::MAX },
-        }
+    /// Bounds of nothing but what the user asked for.
+    pub fn asked(device: &DeviceProfile, asked: Option<u64>) -> Budget {
+        let none = memory::Budget { host: u64::MAX, device: u64::MAX, total: u64::MAX };
+        Budget::new(device, none, asked)
     }
 
     pub fn holds(self, predicted: Predicted) -> bool {
-        match self {
-            Budget::Shared { total } => predicted.device.saturating_add(predicted.host) <= total,
-            Budget::Separate { device, host } => predicted.device <= device && predicted.host <= host,
-        }
+        let sum = predicted.device.saturating_add(predicted.host);
+        predicted.host <= self.host && predicted.device <= self.device && sum <= self.total
     }
 
-    /// The bytes that are compared with the bound.
+    /// The bytes that a stage is known by: of both parts where they share one memory, else the device's.
     pub fn counted(self, predicted: Predicted) -> u64 {
-        match self {
-            Budget::Shared { .. } => predicted.device.saturating_add(predicted.host),
-            Budget::Separate { .. } => predicted.device,
+        match self.unified {
+            true => predicted.device.saturating_add(predicted.host),
+            false => predicted.device,
         }
     }
 }
 
 impl fmt::Display for Budget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Budget::Shared { total } => write!(f, "the budget of {}", ByteSize(*total)),
-            Budget::Separate { device, host } => {
-                write!(f, "the device's {} and {} of host memory", ByteSize(*device), ByteSize(*host))
-            }
+        let [host, device, total] = [self.host, self.device, self.total].map(ByteSize);
+        match self.unified {
+            true if self.device < self.total => write!(f, "the budget of {total} ({device} for the device)"),
+            true => write!(f, "the budget of {total}"),
+            false => write!(f, "the budget of {device} on the device and {host} on the host"),
         }
     }
 }
@@ -67,13 +68,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shared_memory_counts_the_sum_and_a_card_each_side() {
-        let need = Predicted { device: 6, host: 3 };
-        assert!(Budget::Shared { total: 9 }.holds(need));
-        assert!(!Budget::Shared { total: 8 }.holds(need));
-        assert!(Budget::Separate { device: 6, host: 3 }.holds(need));
-        assert!(!Budget::Separate { device: 6, host: 2 }.holds(need));
-        assert!(!Budget::Separate { device: 5, host: 3 }.holds(need));
-        assert!(!Budget::Shared { total: u64::MAX - 1 }.holds(Predicted { device: u64::MAX, host: 1 }));
+    fn each_part_and_the_sum_have_a_bound() {
+        let budget = Budget { unified: true, host: 10, device: 6, total: 12 };
+        assert!(budget.holds(Predicted { device: 6, host: 6 }));
+        assert!(!budget.holds(Predicted { device: 7, host: 1 }));
+        assert!(!budget.holds(Predicted { device: 1, host: 11 }));
+        assert!(!budget.holds(Predicted { device: 6, host: 7 }));
+        assert!(!budget.holds(Predicted { device: u64::MAX, host: 1 }));
+    }
+
+    #[test]
+    fn what_is_asked_for_takes_the_place_of_what_is_free() {
+        let free = memory::Budget { host: 8, device: 4, total: 10 };
+        let device = |unified_memory| DeviceProfile { unified_memory, ..DeviceProfile::cpu(100) };
+        let shared = Budget::new(&device(true), free, Some(99));
+        assert!(
+            shared.holds(Predicted { device: 50, host: 49 })
+                && !shared.holds(Predicted { device: 50, host: 50 })
+        );
+        let card = Budget::new(&device(false), free, Some(99));
+        assert!(
+            card.holds(Predicted { device: 99, host: 8 }) && !card.holds(Predicted { device: 1, host: 9 })
+        );
     }
 }

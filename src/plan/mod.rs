@@ -4,6 +4,7 @@
 //! is taken. What fits with none of them is refused, with the largest offender and the nearest size that would fit.
 
 mod budget;
+mod model;
 
 use std::fmt;
 
@@ -16,7 +17,10 @@ use viaduct_export::{
     shapes::{Shapes, Sizes},
 };
 
-pub use self::budget::Budget;
+pub use self::{
+    budget::Budget,
+    model::{PlanError, PlannedModel},
+};
 use crate::runtime::{LowerError, Lowered, SCORE_LIMIT, lower_within};
 
 /// Halvings of the chunks that are tried. Smaller ones than an eighth cost much time and save little.
@@ -55,13 +59,6 @@ impl Settings {
     pub fn rows(&self, rows: usize) -> usize {
         (rows >> self.halvings).max(1)
     }
-}
-
-/// One graph of what is planned.
-pub struct StageGraph<'a> {
-    pub name: &'a str,
-    /// As the bundle has it, for any device.
-    pub model: &'a Model,
 }
 
 /// One stage of the plan.
@@ -128,9 +125,9 @@ pub fn analyse_stage(
 }
 
 impl Plan {
-    /// Plans all stages. `sizes` gives the graphs' symbols for a number of halvings of chunks.
+    /// Plans all stages, each a name and a graph for any device. `sizes` gives the graphs' symbols under the settings.
     pub fn new(
-        graphs: &[StageGraph<'_>],
+        graphs: &[(String, Model)],
         sizes: &dyn Fn(&Settings) -> Sizes,
         device: &DeviceProfile,
         budget: Budget,
@@ -203,17 +200,17 @@ pub fn in_words(tensor: &TensorUse) -> String {
 
 /// The first settings under which a stage fits; those with the smallest peak if there are none.
 fn plan_stage(
-    graph: &StageGraph<'_>,
+    (name, graph): &(String, Model),
     sizes: &dyn Fn(&Settings) -> Sizes,
     device: &DeviceProfile,
     budget: Budget,
 ) -> PlannedStage {
     let mut best: Option<PlannedStage> = None;
     for settings in Settings::all() {
-        let mut model = graph.model.clone();
+        let mut model = graph.clone();
         let (_, memory, _) = analyse_stage(&mut model, &sizes(&settings), device, &settings);
         let planned = PlannedStage {
-            name: graph.name.to_owned(),
+            name: name.clone(),
             settings,
             predicted: memory.predicted,
             complete: memory.unknown.is_empty(),

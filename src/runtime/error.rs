@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::lower::LowerError;
+use super::{Stopped, lower::LowerError};
 use viaduct_export::{
     bundle::BundleError,
     onnx::{ReadError, WriteError},
@@ -48,6 +48,8 @@ pub enum RuntimeError {
     /// What a worker reports, in its own words.
     #[error("{message}")]
     Worker { message: String, exit_code: u8 },
+    #[error(transparent)]
+    Stopped(#[from] Box<Stopped>),
     #[error("the worker process {problem}")]
     WorkerUnusable { problem: String },
     #[error("the worker of stage {stage} {end}")]
@@ -66,6 +68,7 @@ impl RuntimeError {
             | RuntimeError::DeviceLost { .. }
             | RuntimeError::CpuNodes { .. } => 6,
             RuntimeError::Worker { exit_code, .. } => *exit_code,
+            RuntimeError::Stopped(_) => Stopped::EXIT_CODE,
             _ => 1,
         }
     }

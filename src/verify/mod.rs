@@ -27,6 +27,7 @@ use crate::{
         image::to_unit,
         noise::draw_latents,
         probe::NoProbe,
+        run_folder::RunFolder,
         size::{Size, SizeError},
     },
     runtime::Executor,
@@ -99,7 +100,8 @@ pub fn verify(
     let request = request(&flux2, oracle)?;
 
     let mut comparer = Comparer::new(oracle, &gates);
-    let mut run = Run { executor, plan: None, watch: Watch::new(listener, &mut comparer) };
+    let mut run =
+        Run { executor, plan: None, watch: Watch::new(listener, &mut comparer), folder: RunFolder::none() };
     let forced = flux2.draw(&request, &mut run)?;
     let mut nodes = run.watch.nodes;
     if !oracle.names.contains("image_raw") {
@@ -107,7 +109,8 @@ pub fn verify(
     }
 
     let mut nothing = NoProbe;
-    let mut run = Run { executor, plan: None, watch: Watch::new(listener, &mut nothing) };
+    let mut run =
+        Run { executor, plan: None, watch: Watch::new(listener, &mut nothing), folder: RunFolder::none() };
     let free = to_unit(&flux2.draw(&request, &mut run)?);
     for (provider, count) in run.watch.nodes {
         *nodes.entry(provider).or_default() += count;

@@ -28,6 +28,8 @@ pub fn root() -> &'static Path {
 pub fn viaduct(directory: &Path, arguments: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_viaduct"));
     command.current_dir(directory).args(arguments.split_whitespace()).env("RUST_BACKTRACE", "1");
+    // What a run keeps has tests of its own.
+    command.env("VIADUCT_RUNS_LIMIT", "0");
     if std::env::var_os("VIADUCT_RUNTIME").is_none() {
         command.env("VIADUCT_RUNTIME", root().join("runtime"));
     }

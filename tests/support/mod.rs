@@ -59,6 +59,7 @@ pub fn viaduct() -> Command {
         ("VIADUCT_RUNTIME", root().join("runtime")),
         ("MESA_SHADER_CACHE_DIR", scratch.join("shaders")),
         ("XDG_RUNTIME_DIR", scratch.to_owned()),
+        ("VIADUCT_RUNS", scratch.join("runs")),
     ];
     command.envs(defaults.into_iter().filter(|(name, _)| env::var_os(name).is_none()));
     command

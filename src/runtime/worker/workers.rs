@@ -14,7 +14,7 @@ use super::{
     protocol::{Reply, Request},
 };
 use crate::{
-    runtime::{Binding, Device, Executor, RuntimeError, RuntimeOptions, Session},
+    runtime::{Binding, Device, Executor, Guard, RuntimeError, RuntimeOptions, Session, Watchdog},
     tensor::HostTensor,
 };
 
@@ -23,17 +23,50 @@ pub struct Workers {
     options: RuntimeOptions,
     device: Device,
     exchange: Exchange,
-    child: Option<Process>,
+    watchdog: Option<Watchdog>,
+    child: Option<Watched>,
     /// What the child has run so far; empty for one that has run nothing.
     component: String,
 }
 
+/// A child and, once it has opened a stage, its guard. The guard goes first: it must not outlive the process.
+struct Watched {
+    guard: Option<Guard>,
+    process: Process,
+}
+
+impl Watched {
+    /// Tells the watchdog what the child does next.
+    fn begin_stage(&mut self, watchdog: Option<&Watchdog>, stage: &str, planned: u64) {
+        match (&self.guard, watchdog) {
+            (Some(guard), _) => guard.begin_stage(stage, planned),
+            (None, Some(watchdog)) => self.guard = watchdog.guard(self.process.id(), stage, planned).ok(),
+            (None, None) => {}
+        }
+    }
+
+    /// Why the watchdog killed the child, if it did.
+    fn stopped(&self) -> Option<RuntimeError> {
+        Some(RuntimeError::Stopped(Box::new(self.guard.as_ref()?.stopped()?)))
+    }
+
+    fn stop(self) {
+        drop(self.guard);
+        self.process.stop();
+    }
+}
+
 impl Workers {
     /// Starts a first child and asks it for the device. Tensors pass through files in `exchange`, an empty folder.
-    pub fn start(options: RuntimeOptions, exchange: &Path) -> Result<Workers, RuntimeError> {
+    pub fn start(
+        options: RuntimeOptions,
+        exchange: &Path,
+        watchdog: Option<Watchdog>,
+    ) -> Result<Workers, RuntimeError> {
         let exchange = Exchange::new(exchange, "p");
         let (child, device) = start_child(&options, None, exchange.folder())?;
-        Ok(Workers { options, device, exchange, child: Some(child), component: String::new() })
+        let child = Some(Watched { guard: None, process: child });
+        Ok(Workers { options, device, exchange, watchdog, child, component: String::new() })
     }
 
     /// A child for the component: the present one if it is that component's or has run nothing.
@@ -46,7 +79,8 @@ impl Workers {
         }
         if self.child.is_none() {
             let known = Some(self.device.fused_attention);
-            self.child = Some(start_child(&self.options, known, self.exchange.folder())?.0);
+            let (process, _) = start_child(&self.options, known, self.exchange.folder())?;
+            self.child = Some(Watched { guard: None, process });
         }
         self.component = component.to_owned();
         Ok(())
@@ -58,7 +92,7 @@ impl Workers {
             let (stage, end) = (stage.to_owned(), "has ended".to_owned());
             return Err(RuntimeError::WorkerDied { stage, end });
         };
-        match child.ask(request, None) {
+        match child.process.ask(request, None) {
             Ok(Reply::Failed { message, exit_code }) => Err(RuntimeError::Worker { message, exit_code }),
             Ok(reply) => Ok(reply),
             Err(silence) => Err(self.bury(stage, silence)),
@@ -69,6 +103,11 @@ impl Workers {
         let Some(child) = self.child.take() else {
             return RuntimeError::WorkerUnusable { problem: "is gone".to_owned() };
         };
+        if let Some(stopped) = child.stopped() {
+            return stopped;
+        }
+        drop(child.guard);
+        let child = child.process;
         match silence {
             Silence::Ended => RuntimeError::WorkerDied { stage: stage.to_owned(), end: child.end() },
             Silence::TimedOut => RuntimeError::WorkerDied {
@@ -112,6 +151,9 @@ impl Executor for Workers {
         binding: &Binding<'_>,
     ) -> Result<Box<dyn Session + 'r>, RuntimeError> {
         self.child_for(bundle.stage(name)?.component())?;
+        if let Some(child) = &mut self.child {
+            child.begin_stage(self.watchdog.as_ref(), name, binding.planned.unwrap_or(0));
+        }
         let request = Request::Open {
             bundle: bundle.folder.clone(),
             stage: name.to_owned(),
@@ -208,7 +250,7 @@ impl Session for RemoteStage<'_> {
     fn finish(mut self: Box<Self>) -> Result<Option<u64>, RuntimeError> {
         self.finished = true;
         let Some(child) = &mut self.workers.child else { return Ok(None) };
-        match child.ask(&Request::Close, Some(TEARDOWN)) {
+        match child.process.ask(&Request::Close, Some(TEARDOWN)) {
             Ok(Reply::Closed { peak }) => Ok(peak),
             Ok(other) => Err(unexpected(&format!("{other:?}"))),
             Err(_) => {

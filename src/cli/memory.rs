@@ -1,0 +1,80 @@
+//! The memory that a run may take, as the command line has it: the plan before the start, the watchdog during the run.
+
+use clap::Args;
+use viaduct_export::{arch::SizesRequest, bundle::Stages, bytes::ByteSize};
+
+use crate::{
+    pipeline::event::{Event, Listener},
+    plan::{Budget, Plan, PlannedModel},
+    runtime::{
+        Device, Watchdog,
+        memory::{Floor, GpuMemory, MemorySource, effective_budget},
+    },
+};
+
+#[derive(Args)]
+pub struct MemoryArguments {
+    /// Memory that the run may take: 12GiB, 512MiB or bytes; by default what is free now, less the floor
+    #[arg(long, value_name = "SIZE")]
+    budget: Option<ByteSize>,
+    /// Memory that stays free for the rest of the machine, or the run is stopped: 512MiB or 5%; by default 5 %, and at least
+    /// 512 MiB
+    #[arg(long, value_name = "SIZE")]
+    floor: Option<Floor>,
+}
+
+impl MemoryArguments {
+    fn floor(&self) -> Floor {
+        self.floor.unwrap_or_default()
+    }
+
+    /// What a run may take on the device now.
+    fn budget(&self, device: &Device, listener: &mut dyn Listener) -> Budget {
+        let (source, profile) = (MemorySource::system(), device.profile());
+        let asked = self.budget.map(|budget| budget.0);
+        let Some(host) = source.host() else {
+            listener.on_event(Event::warning("the system does not tell how much memory is free"));
+            return Budget::asked(&profile, asked);
+        };
+        let own = |gpu: &GpuMemory| {
+            (u32::from(gpu.vendor_id), u32::from(gpu.device_id)) == (device.vendor_id, device.device_id)
+        };
+        let gpu = source.gpus().into_iter().find(own);
+        let floor = self.floor().of(host.total());
+        Budget::new(&profile, effective_budget(&host, floor, &profile, gpu.as_ref()), asked)
+    }
+
+    /// Plans the picture and says what is unusual about it. One that does not fit is refused unless it is forced.
+    pub fn plan(
+        &self,
+        stages: &dyn Stages,
+        picture: &SizesRequest,
+        device: &Device,
+        force: bool,
+        listener: &mut dyn Listener,
+    ) -> anyhow::Result<Plan> {
+        let model = PlannedModel::new(stages, device.profile(), self.budget(device, listener))?;
+        let plan = model.plan(picture)?;
+        if let Err(over) = model.check(&plan, picture) {
+            if !force {
+                return Err(over.into());
+            }
+            listener.on_event(Event::warning(format!("{over}; it is tried nevertheless (--force)")));
+        }
+        plan.choices().into_iter().for_each(|choice| listener.on_event(Event::note(choice)));
+        if let Some(stage) = plan.largest() {
+            let peak = ByteSize(plan.budget.counted(stage.predicted));
+            listener.on_event(Event::note(format!(
+                "plan: at most {peak}, in {}, of {}",
+                stage.name, plan.budget
+            )));
+        }
+        Ok(plan)
+    }
+
+    /// Watches over the workers; a run goes on without, but says so.
+    pub fn watchdog(&self, listener: &mut dyn Listener) -> Option<Watchdog> {
+        let started = Watchdog::start(MemorySource::system(), self.floor());
+        started.map_err(|e| listener.on_event(Event::warning(format!("no watchdog over memory: {e}")))).ok()
+    }
+}

@@ -1,0 +1,155 @@
+//! Where runs are kept, and what makes two of them the same.
+
+use std::{
+    collections::BTreeMap,
+    env, fs, io,
+    path::{Path, PathBuf},
+    thread,
+};
+
+use anyhow::Context;
+
+use sha2::{Digest, Sha256};
+use sysinfo::System;
+use viaduct_export::{bundle::Bundle, bytes::ByteSize};
+
+use super::exit::UsageError;
+use crate::{
+    npy,
+    pipeline::{
+        flux2::{Noise, Request},
+        run_folder::{Identity, NoiseIdentity},
+        runs::Runs,
+    },
+    plan::Plan,
+    runtime::Device,
+};
+
+/// The folder of all runs.
+const ROOT: &str = "VIADUCT_RUNS";
+/// Bytes of all runs; 0 keeps nothing.
+const LIMIT: &str = "VIADUCT_RUNS_LIMIT";
+const DEFAULT_LIMIT: u64 = 2 << 30;
+
+/// `$VIADUCT_RUNS`, else `viaduct/runs` in the user's cache; none where the environment names no home.
+pub fn runs() -> Result<Option<Runs>, UsageError> {
+    let named = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    // A relative $XDG_CACHE_HOME counts as unset, says the XDG base directory specification.
+    let cache = || named("XDG_CACHE_HOME").filter(|path| path.is_absolute());
+    let cache = || cache().or_else(|| Some(named("HOME")?.join(".cache")));
+    let Some(root) = named(ROOT).or_else(|| Some(cache()?.join("viaduct/runs"))) else { return Ok(None) };
+    let limit = match env::var(LIMIT) {
+        Ok(text) => {
+            let size: ByteSize = text.trim().parse().map_err(|e| UsageError(format!("{LIMIT}: {e}")))?;
+            size.0
+        }
+        Err(_) => DEFAULT_LIMIT,
+    };
+    Ok(Some(Runs { root, limit }))
+}
+
+/// Begins the name of a folder for tensors that pass between processes; the number of the process that made it ends it.
+const EXCHANGE: &str = "exchange-";
+
+/// A folder for the tensors of this process and its workers. It goes when it is dropped, or with a later run if the
+/// process dies.
+pub struct Exchange {
+    path: PathBuf,
+}
+
+impl Exchange {
+    /// Beside the kept runs, which are on a disk: temporary folders often lie in memory.
+    pub fn create(runs: Option<&Runs>) -> anyhow::Result<Exchange> {
+        let places = runs.map(|runs| runs.root.clone()).into_iter().chain([env::temp_dir().join("viaduct")]);
+        let mut last = None;
+        for root in places {
+            let path = root.join(format!("{EXCHANGE}{}", std::process::id()));
+            match fs::create_dir_all(&root)
+                .and_then(|()| remove_abandoned(&root))
+                .and_then(|()| fs::create_dir(&path))
+            {
+                Ok(()) => return Ok(Exchange { path }),
+                Err(e) => last = Some((path, e)),
+            }
+        }
+        let (path, error) = last.expect("there is at least one place");
+        Err(error).with_context(|| format!("no folder for the workers' tensors: {}", path.display()))
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for Exchange {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.path);
+    }
+}
+
+/// Removes the folders of processes that are no more, and one of a process that had this one's number.
+fn remove_abandoned(root: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(root)?.flatten() {
+        let name = entry.file_name();
+        let process = name.to_str().and_then(|name| name.strip_prefix(EXCHANGE)?.parse::<u32>().ok());
+        let gone = |id: u32| id == std::process::id() || !Path::new(&format!("/proc/{id}")).exists();
+        if process.is_some_and(gone) {
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+    Ok(())
+}
+
+/// What decides the picture. `seed_drawn`: the command names neither seed nor noise.
+pub fn identity(
+    request: &Request,
+    seed_drawn: bool,
+    bundle: &Bundle,
+    device: &Device,
+    plan: &Plan,
+) -> Identity {
+    let manifest = serde_json::to_vec(&bundle.manifest).expect("a manifest was read from JSON");
+    Identity {
+        viaduct: env!("CARGO_PKG_VERSION").to_owned(),
+        bundle: format!("{} {}", bundle.manifest.name, bundle.manifest.profile),
+        manifest: sha256(&manifest),
+        prompt: request.prompt.clone(),
+        width: request.size.width(),
+        height: request.size.height(),
+        steps: request.steps,
+        noise: match &request.noise {
+            Noise::Seed(_) if seed_drawn => NoiseIdentity::Drawn,
+            Noise::Seed(seed) => NoiseIdentity::Seed(*seed),
+            Noise::Given(noise) => NoiseIdentity::Given(sha256(&npy::to_bytes(noise))),
+        },
+        device: device_identity(device, plan),
+    }
+}
+
+/// The processor counts for every provider: it runs the CPU's kernels, software adapters and the host's arithmetic.
+fn device_identity(device: &Device, plan: &Plan) -> BTreeMap<String, String> {
+    let threads = thread::available_parallelism().map_or(0, usize::from);
+    let pairs = [
+        ("provider", device.provider.to_string()),
+        ("name", device.name.clone()),
+        ("vendor and device id", format!("{:x}:{:x}", device.vendor_id, device.device_id)),
+        ("driver", device.driver.clone()),
+        ("fused attention", device.fused_attention.to_string()),
+        ("ONNX Runtime", device.ort_version.clone()),
+        ("WebGPU plugin", device.plugin_version.clone().unwrap_or_default()),
+        // Chunks of other sizes add up in another order.
+        ("settings", plan.choices().join("; ")),
+        ("processor", format!("{}, {threads} threads", processor())),
+    ];
+    pairs.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}
+
+fn processor() -> String {
+    let Ok(mut system) = System::new() else { return String::new() };
+    system.refresh_cpu_all();
+    system.cpus().first().map_or(String::new(), |cpu| cpu.brand().trim().to_owned())
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
+}

@@ -1,0 +1,91 @@
+//! Plans a model's picture: its stages' graphs, the sizes that the picture gives them, and what else would fit.
+
+use viaduct_export::{
+    arch::{SizesError, SizesRequest},
+    bundle::{BundleError, Stages},
+    device::DeviceProfile,
+    onnx::Model,
+    shapes::Sizes,
+};
+
+use super::{Budget, OverBudget, Plan, Settings, largest_that};
+
+/// The key of a family's parameters that states the usual rows per chunk of the attention which the host drives.
+const USUAL_ROWS: &str = "/vae/attention_rows";
+
+#[derive(Debug, thiserror::Error)]
+pub enum PlanError {
+    #[error(transparent)]
+    Bundle(#[from] BundleError),
+    #[error(transparent)]
+    Sizes(#[from] SizesError),
+}
+
+/// A model whose pictures can be planned.
+pub struct PlannedModel<'a> {
+    stages: &'a dyn Stages,
+    graphs: Vec<(String, Model)>,
+    device: DeviceProfile,
+    budget: Budget,
+}
+
+impl<'a> PlannedModel<'a> {
+    /// Reads the graphs; weights are not touched.
+    pub fn new(
+        stages: &'a dyn Stages,
+        device: DeviceProfile,
+        budget: Budget,
+    ) -> Result<PlannedModel<'a>, BundleError> {
+        let graph = |name: &str| Ok((name.to_owned(), stages.model(name)?));
+        let graphs = stages.stage_names().into_iter().map(graph).collect::<Result<_, BundleError>>()?;
+        Ok(PlannedModel { stages, graphs, device, budget })
+    }
+
+    pub fn graphs(&self) -> &[(String, Model)] {
+        &self.graphs
+    }
+
+    pub fn device(&self) -> &DeviceProfile {
+        &self.device
+    }
+
+    /// Sizes of all symbols under the settings.
+    pub fn sizes(&self, picture: &SizesRequest, settings: &Settings) -> Result<Sizes, SizesError> {
+        let usual = self.stages.family_parameters().pointer(USUAL_ROWS).and_then(|rows| rows.as_u64());
+        let rows = usual.and_then(|rows| usize::try_from(rows).ok()).map(|rows| settings.rows(rows));
+        self.stages.sizes(&SizesRequest { attention_rows: rows, ..*picture })
+    }
+
+    /// Plans a picture.
+    pub fn plan(&self, picture: &SizesRequest) -> Result<Plan, SizesError> {
+        // One failing request fails for all settings: they differ in the rows alone.
+        self.sizes(picture, &Settings::default())?;
+        let sizes = |settings: &Settings| self.sizes(picture, settings).unwrap_or_default();
+        Ok(Plan::new(&self.graphs, &sizes, &self.device, self.budget))
+    }
+
+    /// Refuses a picture that does not fit, and names the nearest size of the same shape that does.
+    pub fn check(&self, plan: &Plan, picture: &SizesRequest) -> Result<(), OverBudget> {
+        plan.check(&format!("{}x{}", picture.width, picture.height), || {
+            let nearest = self.nearest(picture)?;
+            Some(format!("{}x{}", nearest.width, nearest.height))
+        })
+    }
+
+    /// The largest picture of about the same shape that fits, found by bisection over the longer side.
+    fn nearest(&self, picture: &SizesRequest) -> Option<SizesRequest> {
+        // Sides that a model can draw are multiples of a power of two, at most 64.
+        let step = (4..=6)
+            .rev()
+            .map(|bits| 1 << bits)
+            .find(|step| picture.width.is_multiple_of(*step) && picture.height.is_multiple_of(*step))?;
+        let (columns, rows) = (picture.width / step, picture.height / step);
+        let longer = columns.max(rows);
+        let scaled = |part: usize| {
+            let side = |units: usize| (units * part / longer).max(1) * step;
+            SizesRequest { width: side(columns), height: side(rows), ..*picture }
+        };
+        let fits = |part| self.plan(&scaled(part)).is_ok_and(|plan| plan.offender().is_none());
+        largest_that(longer, fits).map(scaled)
+    }
+}
