@@ -18,6 +18,7 @@ const DTYPES: &[(&str, DType)] = &[
     ("f16", DType::F16),
     ("u8", DType::U8),
     ("i8", DType::I8),
+    ("i16", DType::I16),
     ("i32", DType::I32),
     ("i64", DType::I64),
 ];
@@ -116,7 +117,10 @@ fn contradictions_name_the_sizes() {
         (conv(json!({}), json!([1, 5, 9, 9])), "sizes 5 and 4"),
         (conv(json!({}), json!([1, 4, 2, 9])), "a window of 3 does not fit into 2"),
         (conv(json!({"strides": [0, 1]}), json!([1, 4, 9, 9])), "strides has the entry 0"),
-        (conv(json!({"pads": [0, 0, i64::MAX, i64::MAX]}), json!([1, 4, 9, 9])), "out of range"),
+        (
+            conv(json!({"pads": [i64::MAX, i64::MAX, i64::MAX, i64::MAX]}), json!([1, 4, 9, 9])),
+            "out of range",
+        ),
         (conv(json!({"group": 3}), json!([1, 12, 9, 9])), "8 maps"),
         (other("MatMulNBits", json!({"K": 64, "N": 8}), json!([2, 63])), "sizes 63 and 64"),
         (other("MultiHeadAttention", json!({"num_heads": 3}), json!([1, 2, 32])), "rows of 32 for 3 heads"),

@@ -27,7 +27,7 @@ fn repeat(call: &Call<'_>) -> Result<Vec<Fact>, String> {
     let body = call.attr_graph("body")?;
     let initial: Vec<Fact> = given(call, 2..call.inputs.len());
     let known = |input: usize| call.input(input).is_some().then(|| call.int(input));
-    let turn = [Fact::of(Some(DType::I64), &[]), Fact::of(Some(DType::Bool), &[])];
+    let turn = [Fact::of(Some(DType::I64), &[]), holding()];
     let never = known(1) == Some(Some(0)) || known(0).flatten().is_some_and(|turns| turns <= 0);
     if never {
         // The body still tells type and rank of what is scanned.
@@ -54,8 +54,6 @@ fn repeat(call: &Call<'_>) -> Result<Vec<Fact>, String> {
 /// Follows a loop turn by turn, if it is known of every turn whether it is run, and if they are few.
 fn unrolled(call: &Call<'_>, body: &Graph, initial: &[Fact]) -> Result<Option<Vec<Fact>>, String> {
     const MAX_TURNS: i64 = 64;
-    let truth =
-        |value: i64| Fact::with_elements(Some(DType::Bool), &[], Some(Elements::Ints(vec![Some(value)])));
     let stated = call.input(1).is_some();
     let mut holds = if stated { call.int(1) } else { Some(1) };
     let limit = if call.input(0).is_some() { call.int(0) } else { Some(i64::MAX) };
@@ -70,7 +68,7 @@ fn unrolled(call: &Call<'_>, body: &Graph, initial: &[Fact]) -> Result<Option<Ve
             break;
         }
         let number = Some(Elements::Ints(vec![Some(turn)]));
-        let lead = [Fact::with_elements(Some(DType::I64), &[], number), truth(1)];
+        let lead = [Fact::with_elements(Some(DType::I64), &[], number), holding()];
         let mut outputs = call.body(body, &[&lead[..], &carried].concat())?;
         if outputs.len() <= carried.len() {
             return Err(format!("{} values are carried, the body gives fewer", carried.len()));
@@ -80,6 +78,11 @@ fn unrolled(call: &Call<'_>, body: &Graph, initial: &[Fact]) -> Result<Option<Ve
         carried = outputs.split_off(1);
     }
     Ok(None)
+}
+
+/// The condition as a body sees it, which would not run otherwise.
+fn holding() -> Fact {
+    Fact::with_elements(Some(DType::Bool), &[], Some(Elements::Ints(vec![Some(1)])))
 }
 
 /// The slices of each turn, along a new first axis.

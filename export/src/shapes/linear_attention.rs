@@ -8,6 +8,8 @@ use super::{
 use crate::onnx::DType;
 
 pub(super) const LINEAR_ATTENTION: &[Row] = &[
+    ("", "LinearAttention", linear_attention),
+    ("", "CausalConvWithState", causal_conv),
     ("com.microsoft", "LinearAttention", linear_attention),
     ("com.microsoft", "LinearAttentionGate", linear_attention_gate),
     ("com.microsoft", "GatedDeltaNet", gated_delta_net),

@@ -4,6 +4,7 @@ use super::{
     Call, Dims, Fact, Row,
     broadcast::broadcast,
     call::{agree, axis, product},
+    products::product_shape,
 };
 use crate::onnx::DType;
 
@@ -17,6 +18,11 @@ pub(super) const QUANTIZE: &[Row] = &[
     ("com.microsoft", "MatMulBnb4", |call| {
         multiply_packed(call, if call.attr_int("transB", 1) != 0 { "N" } else { "K" })
     }),
+    ("com.microsoft", "DynamicQuantizeMatMul", |call| multiply(call, call.dtype(0))),
+    ("com.microsoft", "MatMulInteger16", |call| multiply(call, Some(DType::I32))),
+    ("com.microsoft", "MatMulIntegerToFloat", |call| multiply(call, call.dtype(2))),
+    ("com.microsoft", "MatMulBlockQuantizedFp4Weight", multiply_by_rows),
+    ("com.microsoft", "MatMulBlockQuantizedFp8Weight", multiply_by_rows),
     ("com.microsoft", "MatMulNBitsMlp", matmul_nbits_mlp),
     ("com.microsoft", "MatMulNBitsQkv", matmul_nbits_qkv),
     ("com.microsoft", "GatherBlockQuantized", gather_block_quantized),
@@ -51,6 +57,21 @@ fn dequantize(call: &Call<'_>) -> Result<Vec<Fact>, String> {
 fn dynamic_quantize(call: &Call<'_>) -> Result<Vec<Fact>, String> {
     let y = Fact::partial(Some(DType::U8), call.same_as(0)?.shape);
     Ok(vec![y, Fact::of(Some(DType::F32), &[]), Fact::of(Some(DType::U8), &[])])
+}
+
+/// A matrix product of the first two inputs, whose scales and zero points follow.
+fn multiply(call: &Call<'_>, dtype: Option<DType>) -> Result<Vec<Fact>, String> {
+    Ok(vec![Fact::partial(dtype, product_shape(call.dims(0), call.dims(1))?)])
+}
+
+/// The first input times the transpose of the second, whose rows may be packed.
+fn multiply_by_rows(call: &Call<'_>) -> Result<Vec<Fact>, String> {
+    let mut y = call.same_as(0)?;
+    if let Some(dims) = &mut y.shape {
+        let last = dims.last_mut().ok_or("a scalar is multiplied by a matrix")?;
+        *last = call.dims(1).and_then(|dims| dims.first().copied()).flatten();
+    }
+    Ok(vec![y])
 }
 
 /// The first operand with rows of the attribute's length.
