@@ -2,7 +2,7 @@
 //!
 //! Needs the reference models, which are not part of the repository, and Python with `onnx` and `onnxruntime`:
 //!
-//!     SHARED=DIR cargo test --release -p viaduct-export --test shapes_onnxruntime -- --ignored --nocapture
+//!     VIADUCT_SHARED=DIR cargo test --release -p viaduct-export --test shapes_onnxruntime -- --ignored --nocapture
 
 mod onnx_support;
 
@@ -58,8 +58,7 @@ fn forget_recorded(graph: &mut Graph) {
 #[ignore = "needs the reference models; see above"]
 fn exports_have_the_shapes_that_onnx_runtime_computes() {
     let python = python().expect("Python with onnx and onnxruntime");
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let shared = root.join(env::var_os("SHARED").unwrap_or_else(|| "../shared".into()));
+    let shared = PathBuf::from(env::var_os("VIADUCT_SHARED").expect("VIADUCT_SHARED names a folder"));
     let entries = fs::read_dir(shared.join("oracles/onnx-tiny")).unwrap().map(|entry| entry.unwrap().path());
     let mut models: Vec<_> = entries.filter(|path| path.extension().is_some_and(|e| e == "onnx")).collect();
     models.sort();

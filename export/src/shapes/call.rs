@@ -56,17 +56,8 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// All elements of an input, if each is a known float.
-    pub fn floats(&self, index: usize) -> Option<Vec<f64>> {
-        self.input(index)?.floats()
-    }
-
     pub fn attr_int(&self, name: &str, default: i64) -> i64 {
         self.node.int(name).unwrap_or(default)
-    }
-
-    pub fn attr_float(&self, name: &str, default: f32) -> f32 {
-        self.node.float(name).unwrap_or(default)
     }
 
     pub fn attr_ints(&self, name: &str) -> Option<&'a [i64]> {

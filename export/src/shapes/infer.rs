@@ -31,7 +31,7 @@ pub struct Shapes {
 const MAX_BODY_NODES: usize = 1 << 16;
 
 /// The highest rank that is followed.
-const MAX_RANK: usize = 256;
+const MAX_RANK: usize = 64;
 
 /// What all graphs of one model share.
 struct Context<'a> {
@@ -104,7 +104,7 @@ impl Shapes {
                 shapes.conflicts.extend(problem.map(conflict));
                 fact
             });
-            shapes.facts.push(fact.unwrap_or(recorded));
+            shapes.facts.push(bounded(fact.unwrap_or(recorded)));
         }
         if let Some(outer) = outer {
             shapes.capture(graph, outer);

@@ -392,13 +392,16 @@ fn pad(call: &Call<'_>) -> Result<Vec<Fact>, String> {
     Ok(vec![Fact::partial(input.dtype, Some(output))])
 }
 
-/// Batch, channels, height, width, and the side of a block.
-fn blocks(call: &Call<'_>) -> Result<Option<([Option<usize>; 4], usize)>, String> {
+/// The side of a block.
+fn block(call: &Call<'_>) -> Result<usize, String> {
     let block = usize::try_from(call.attr_int("blocksize", 0)).ok().filter(|block| *block > 0);
-    let block = block.ok_or("blocksize is not positive")?;
-    let Some(dims) = &call.required(0)?.shape else { return Ok(None) };
-    let dims = <[Option<usize>; 4]>::try_from(dims.as_slice());
-    dims.map(|dims| Some((dims, block))).map_err(|_| "the rank is not 4".into())
+    block.ok_or_else(|| "blocksize is not positive".into())
+}
+
+/// Batch, channels, height, width.
+fn image(call: &Call<'_>) -> Result<[Option<usize>; 4], String> {
+    let Some(dims) = &call.required(0)?.shape else { return Ok([None; 4]) };
+    dims.as_slice().try_into().map_err(|_| format!("rank {} instead of 4", dims.len()))
 }
 
 fn divided(size: Option<usize>, by: Option<usize>) -> Result<Option<usize>, String> {
@@ -409,25 +412,15 @@ fn divided(size: Option<usize>, by: Option<usize>) -> Result<Option<usize>, Stri
 }
 
 fn depth_to_space(call: &Call<'_>) -> Result<Vec<Fact>, String> {
-    let dims = match blocks(call)? {
-        None => unknown_dims(4),
-        Some(([batch, channels, height, width], block)) => {
-            let block = Some(block);
-            let channels = divided(channels, product(&[block, block])?)?;
-            vec![batch, channels, product(&[height, block])?, product(&[width, block])?]
-        }
-    };
+    let ([batch, channels, height, width], block) = (image(call)?, Some(block(call)?));
+    let channels = divided(channels, product(&[block, block])?)?;
+    let dims = vec![batch, channels, product(&[height, block])?, product(&[width, block])?];
     Ok(vec![Fact::partial(call.dtype(0), Some(dims))])
 }
 
 fn space_to_depth(call: &Call<'_>) -> Result<Vec<Fact>, String> {
-    let dims = match blocks(call)? {
-        None => unknown_dims(4),
-        Some(([batch, channels, height, width], block)) => {
-            let block = Some(block);
-            let channels = product(&[channels, block, block])?;
-            vec![batch, channels, divided(height, block)?, divided(width, block)?]
-        }
-    };
+    let ([batch, channels, height, width], block) = (image(call)?, Some(block(call)?));
+    let channels = product(&[channels, block, block])?;
+    let dims = vec![batch, channels, divided(height, block)?, divided(width, block)?];
     Ok(vec![Fact::partial(call.dtype(0), Some(dims))])
 }

@@ -31,9 +31,12 @@ pub(super) const REDUCTION: &[Row] = &[
     ("", "TopK", top),
 ];
 
+/// One value of all elements.
+type Fold = fn(&[i64]) -> Option<i64>;
+
 /// Axes are an attribute before version 13 (sum) or 18 (the others). None at all means all of them, unless an
 /// attribute says that nothing is to be reduced then. Contents are followed where one element is made of all.
-fn reduce(call: &Call<'_>, all: Option<fn(&[i64]) -> Option<i64>>) -> Result<Vec<Fact>, String> {
+fn reduce(call: &Call<'_>, all: Option<Fold>) -> Result<Vec<Fact>, String> {
     let input = call.required(0)?;
     let keep = call.attr_int("keepdims", 1) != 0;
     let Some(dims) = &input.shape else { return Ok(vec![Fact::partial(input.dtype, None)]) };
