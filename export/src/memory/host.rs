@@ -11,23 +11,34 @@ use crate::{
 const CPU_RUNTIME: u64 = 34 << 20;
 const WEBGPU_RUNTIME: u64 = 126 << 20;
 
-/// What `Stage::run` keeps on the host at its peak. An input exists as the caller has it and as the copy that is bound; an
-/// output as the runtime returns it and as the caller gets it. WebGPU reads outputs back through a staging buffer
-/// (core/providers/webgpu/buffer_manager.cc, Download), one at a time, while its cache keeps all buffers. On the CPU
-/// provider the bound copies and the runtime's outputs are tensors of the graph, part of the `held` bytes at its peak, and
-/// the caller's outputs are made when the others of the graph are gone.
+/// What `Stage::run` keeps on the host at its peak, for a stage that runs more than once. An input exists as the caller has
+/// it and as the copy that is bound; an output as the runtime returns it and as the caller gets it.
+///
+/// WebGPU's cache keeps its buffers meanwhile, so that its peak is one of two moments: an output is read back through a
+/// staging buffer, or a new value is bound through one while the copy of the old is still there
+/// (core/providers/webgpu/buffer_manager.cc, Download and Upload). On the CPU provider the bound copies and the runtime's
+/// outputs are tensors of the graph, part of the `held` bytes at its peak, and the caller's outputs are made when the others
+/// of the graph are gone.
 pub(super) fn bytes(graph: &Graph, shapes: &Shapes, provider: Provider, held: u64) -> u64 {
-    let inputs = total(graph.inputs.iter().filter(|id| graph[**id].constant.is_none()), shapes);
-    let outputs = total(graph.outputs.iter(), shapes);
-    let staging = graph.outputs.iter().filter_map(|id| shapes.bytes(*id)).max().unwrap_or(0);
-    let after = inputs.saturating_add(outputs.saturating_mul(2));
-    let parts = match provider {
-        Provider::Cpu => [CPU_RUNTIME, inputs, after.saturating_sub(held), 0],
-        Provider::WebGpu => [WEBGPU_RUNTIME, inputs.saturating_mul(2), outputs.saturating_mul(2), staging],
-    };
-    parts.into_iter().fold(0, u64::saturating_add)
+    let size = |id: &ValueId| shapes.bytes(*id);
+    let given = graph.inputs.iter().filter(|id| graph[**id].constant.is_none());
+    let inputs: Vec<u64> = given.filter_map(size).collect();
+    let outputs: Vec<u64> = graph.outputs.iter().filter_map(size).collect();
+    let largest = |sizes: &[u64]| sizes.iter().copied().max().unwrap_or(0);
+    let (input, output) = (sum(&inputs), sum(&outputs));
+    match provider {
+        Provider::Cpu => {
+            let after = sum(&[input, output, output]);
+            sum(&[CPU_RUNTIME, input, after.saturating_sub(held)])
+        }
+        Provider::WebGpu => {
+            let reading = sum(&[output, output, largest(&outputs)]);
+            let binding = largest(&inputs).saturating_mul(2);
+            sum(&[WEBGPU_RUNTIME, input, input, reading.max(binding)])
+        }
+    }
 }
 
-fn total<'g>(values: impl Iterator<Item = &'g ValueId>, shapes: &Shapes) -> u64 {
-    values.filter_map(|id| shapes.bytes(*id)).fold(0, u64::saturating_add)
+fn sum(sizes: &[u64]) -> u64 {
+    sizes.iter().copied().fold(0, u64::saturating_add)
 }
