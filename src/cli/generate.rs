@@ -28,7 +28,7 @@ use crate::{
     pipeline::{
         dump::Dump,
         event::{Event, Listener},
-        flux2::{Flux2, Noise, Request, Run, Watch},
+        flux2::{Flux2, Noise, Request, Run, StagePeak, Watch},
         image::{Picture, Provenance, check_finite},
         probe::{NoProbe, Probe},
         run_folder::{Earlier, NoiseIdentity, RunFolder},
@@ -133,7 +133,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let watch = Watch::new(&mut listener, probe);
     let mut run = Run { executor: &mut *executor, plan: Some(&plan), watch, folder };
     let image = flux2.draw(&request, &mut run)?;
-    let (nodes, folder) = (run.watch.nodes, run.folder);
+    let (nodes, memory, folder) = (run.watch.nodes, run.watch.memory, run.folder);
     let picture = Picture::from_tensor(&image)?;
     if let Some(dump) = dump {
         dump.finish(&image)?;
@@ -144,7 +144,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let resumed_from = folder.resumed_from().map(str::to_owned);
     folder.finish(&mut listener);
     drop(listener);
-    let made = Made { nodes: &nodes, resumed_from, seconds: started.elapsed().as_secs_f64() };
+    let made =
+        Made { nodes: &nodes, memory: &memory, resumed_from, seconds: started.elapsed().as_secs_f64() };
     print(&report(arguments, &request, executor.device(), &made))
 }
 
@@ -329,6 +330,8 @@ fn provenance(arguments: &Arguments, request: &Request, bundle: &Bundle) -> Prov
 struct Made<'a> {
     /// Nodes that each provider ran.
     nodes: &'a BTreeMap<String, usize>,
+    /// Peaks of the stages that ran.
+    memory: &'a [StagePeak],
     /// What an earlier attempt had finished.
     resumed_from: Option<String>,
     seconds: f64,
@@ -340,7 +343,7 @@ fn report(arguments: &Arguments, request: &Request, device: &Device, made: &Made
         let report = serde_json::json!({
             "image": arguments.out.to_string_lossy(), "seed": seed, "width": request.size.width(), "height": request.size.height(),
             "steps": request.steps, "ep": device.provider.to_string(), "adapter": device.name,
-            "nodes": made.nodes, "resumed_from": made.resumed_from, "seconds": seconds,
+            "nodes": made.nodes, "memory": made.memory, "resumed_from": made.resumed_from, "seconds": seconds,
         });
         format!("{report}\n")
     } else {

@@ -36,9 +36,7 @@ impl MemoryArguments {
             listener.on_event(Event::warning("the system does not tell how much memory is free"));
             return Budget::asked(&profile, asked);
         };
-        let own = |gpu: &GpuMemory| {
-            (u32::from(gpu.vendor_id), u32::from(gpu.device_id)) == (device.vendor_id, device.device_id)
-        };
+        let own = |gpu: &GpuMemory| (gpu.vendor_id, gpu.device_id) == (device.vendor_id, device.device_id);
         let gpu = source.gpus().into_iter().find(own);
         let floor = self.floor().of(host.total());
         Budget::new(&profile, effective_budget(&host, floor, &profile, gpu.as_ref()), asked)
@@ -57,7 +55,7 @@ impl MemoryArguments {
         let plan = model.plan(picture)?;
         if let Err(over) = model.check(&plan, picture) {
             if !force {
-                return Err(over.into());
+                return Err((*over).into());
             }
             listener.on_event(Event::warning(format!("{over}; it is tried nevertheless (--force)")));
         }

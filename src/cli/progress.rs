@@ -3,6 +3,7 @@
 use std::{io::IsTerminal, time::Duration};
 
 use indicatif::{ProgressBar, ProgressStyle as BarStyle};
+use viaduct_export::bytes::ByteSize;
 
 use super::{ProgressStyle, printer::complain};
 use crate::pipeline::event::{Event, Listener};
@@ -85,6 +86,10 @@ impl Listener for Progress {
         match &event {
             Event::Warning { message } => self.say(&format!("warning: {message}")),
             Event::Note { message } if self.style == ProgressStyle::Auto => self.say(message),
+            Event::Memory { stage, planned, measured } if self.style == ProgressStyle::Auto => {
+                let [planned, measured] = [*planned, *measured].map(ByteSize);
+                self.say(&format!("{stage}: planned {planned}, took {measured}"));
+            }
             other => self.draw(other),
         }
     }

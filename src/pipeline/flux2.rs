@@ -4,6 +4,7 @@
 
 use std::{collections::BTreeMap, path::PathBuf, time::Instant};
 
+use serde::Serialize;
 use viaduct_export::{
     arch::flux2::parameters::Parameters,
     bundle::{Bundle, BundleError, MANIFEST},
@@ -135,17 +136,27 @@ impl Run<'_> {
     }
 }
 
+/// Bytes that a stage's process took at its peak, as planned and as measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct StagePeak {
+    pub stage: String,
+    pub planned: u64,
+    pub measured: u64,
+}
+
 /// Who hears of a run and who looks into it.
 pub struct Watch<'a> {
     pub listener: &'a mut dyn Listener,
     pub probe: &'a mut dyn Probe,
+    /// Peaks of the stages that have run.
+    pub memory: Vec<StagePeak>,
     /// Nodes that each execution provider ran, over all stages.
     pub nodes: BTreeMap<String, usize>,
 }
 
 impl<'a> Watch<'a> {
     pub fn new(listener: &'a mut dyn Listener, probe: &'a mut dyn Probe) -> Watch<'a> {
-        Watch { listener, probe, nodes: BTreeMap::new() }
+        Watch { listener, probe, memory: Vec::new(), nodes: BTreeMap::new() }
     }
 
     fn boundary(&mut self, name: &str, tensor: HostTensor) -> HostTensor {
@@ -551,6 +562,7 @@ fn close(stage: Box<dyn Session + '_>, plan: Option<&Plan>, watch: &mut Watch<'_
     let name = stage.name().to_owned();
     let measured = stage.finish()?;
     if let (Some(planned), Some(measured)) = (plan.and_then(|plan| plan.bytes(&name)), measured) {
+        watch.memory.push(StagePeak { stage: name.clone(), planned, measured });
         watch.listener.on_event(Event::Memory { stage: name, planned, measured });
     }
     Ok(())

@@ -162,16 +162,16 @@ impl Plan {
     }
 
     /// Refuses if a stage does not fit. `what` was planned; `nearest` looks for what would fit.
-    pub fn check(&self, what: &str, nearest: impl FnOnce() -> Option<String>) -> Result<(), OverBudget> {
+    pub fn check(&self, what: &str, nearest: impl FnOnce() -> Option<String>) -> Result<(), Box<OverBudget>> {
         let Some(stage) = self.offender() else { return Ok(()) };
-        Err(OverBudget {
+        Err(Box::new(OverBudget {
             what: what.to_owned(),
             stage: stage.name.clone(),
             predicted: stage.predicted,
             budget: self.budget,
             largest: stage.largest.as_ref().map(in_words),
             nearest: nearest(),
-        })
+        }))
     }
 
     /// Why stages are not set as they usually are: a line for each.

@@ -65,7 +65,7 @@ impl<'a> PlannedModel<'a> {
     }
 
     /// Refuses a picture that does not fit, and names the nearest size of the same shape that does.
-    pub fn check(&self, plan: &Plan, picture: &SizesRequest) -> Result<(), OverBudget> {
+    pub fn check(&self, plan: &Plan, picture: &SizesRequest) -> Result<(), Box<OverBudget>> {
         plan.check(&format!("{}x{}", picture.width, picture.height), || {
             let nearest = self.nearest(picture)?;
             Some(format!("{}x{}", nearest.width, nearest.height))

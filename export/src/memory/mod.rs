@@ -152,7 +152,7 @@ fn largest(graph: &Graph, shapes: &Shapes) -> Vec<TensorUse> {
             })
         })
         .collect();
-    uses.sort_by(|a, b| b.bytes.cmp(&a.bytes));
+    uses.sort_by_key(|tensor| std::cmp::Reverse(tensor.bytes));
     uses.truncate(LARGEST);
     uses
 }

@@ -95,11 +95,12 @@ fn session(mut stage: Stage<'_>, parent: &mut Parent, exchange: &mut Exchange) -
                 run(&mut stage, exchange, &inputs, &outputs)
             }
             Request::Close => {
+                parent.say(&Reply::Closing { peak: peak::bytes() })?;
                 if parent.misbehaves("hang", &name) {
                     std::thread::park();
                 }
                 drop(stage);
-                return parent.say(&Reply::Closed { peak: peak::bytes() });
+                return parent.say(&Reply::Closed);
             }
             Request::Start { .. } | Request::Open { .. } => {
                 return Err(io::Error::other("a stage is open"));

@@ -4,7 +4,7 @@ use std::{
     io::{BufRead, BufReader, Read, Write},
     os::unix::process::{CommandExt, ExitStatusExt},
     process::{Child, ChildStdin, Command, ExitStatus, Stdio},
-    sync::mpsc::{Receiver, RecvTimeoutError, channel},
+    sync::mpsc::{Receiver, RecvTimeoutError, sync_channel},
     time::{Duration, Instant},
 };
 
@@ -44,7 +44,8 @@ impl Process {
         unsafe { command.pre_exec(move || bind_to_parent(parent)) };
         let mut child = command.spawn().map_err(|e| unusable(format!("could not be started: {e}")))?;
         let (input, output) = (child.stdin.take(), child.stdout.take());
-        let (lines, replies) = channel();
+        // One answer at a time: a child that babbles must wait.
+        let (lines, replies) = sync_channel(1);
         // Ends with the child's output.
         std::thread::spawn(move || {
             let Some(output) = output else { return };
@@ -67,10 +68,13 @@ impl Process {
     pub fn ask(&mut self, request: &Request, limit: Option<Duration>) -> Result<Reply, Silence> {
         let mut line = serde_json::to_string(request).map_err(|e| Silence::Unintelligible(e.to_string()))?;
         line.push('\n');
-        let sent = self.input.as_mut().is_some_and(|input| input.write_all(line.as_bytes()).is_ok());
-        if !sent {
-            return Err(Silence::Ended);
-        }
+        // A child that has ended may have said why before: its last words are read even if it hears nothing any more.
+        let _ = self.input.as_mut().map(|input| input.write_all(line.as_bytes()));
+        self.answer(limit)
+    }
+
+    /// Waits for the next answer, for ever if no limit is given.
+    pub fn answer(&mut self, limit: Option<Duration>) -> Result<Reply, Silence> {
         let line = match limit {
             None => self.replies.recv().map_err(|_| Silence::Ended)?,
             Some(limit) => self.replies.recv_timeout(limit).map_err(|e| match e {
@@ -85,33 +89,36 @@ impl Process {
     pub fn stop(mut self) {
         // The end of its input tells it.
         self.input = None;
-        let started = Instant::now();
-        while started.elapsed() < TEARDOWN {
-            if let Ok(Some(_)) = self.child.try_wait() {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        let _ = self.ended();
     }
 
     /// How a child that fell silent ended, in words; one that still runs is killed.
     pub fn end(mut self) -> String {
         self.input = None;
+        match self.ended() {
+            Some(status) => in_words(status),
+            None => "fell silent and was killed".to_owned(),
+        }
+    }
+
+    /// Waits a while for the child's end.
+    fn ended(&mut self) -> Option<ExitStatus> {
         let started = Instant::now();
         while started.elapsed() < TEARDOWN {
             if let Ok(Some(status)) = self.child.try_wait() {
-                return in_words(status);
+                return Some(status);
             }
             std::thread::sleep(Duration::from_millis(2));
         }
-        "fell silent and was killed".to_owned()
+        None
     }
 }
 
 impl Drop for Process {
     fn drop(&mut self) {
         let _ = self.child.kill();
-        let _ = self.child.wait();
+        // A child that is stuck in the kernel, inside of a driver, dies when it gets out: nobody waits for that.
+        let _ = self.ended();
     }
 }
 

@@ -52,10 +52,12 @@ pub(super) enum Reply {
     Ran {
         tensors: Vec<TensorRef>,
     },
-    Closed {
+    /// Said before the session is dropped, which a driver may never let happen; [`Reply::Closed`] follows.
+    Closing {
         /// Peak memory of the child since the stage was opened, bytes.
         peak: Option<u64>,
     },
+    Closed,
     Failed {
         message: String,
         exit_code: u8,

@@ -250,15 +250,16 @@ impl Session for RemoteStage<'_> {
     fn finish(mut self: Box<Self>) -> Result<Option<u64>, RuntimeError> {
         self.finished = true;
         let Some(child) = &mut self.workers.child else { return Ok(None) };
-        match child.process.ask(&Request::Close, Some(TEARDOWN)) {
-            Ok(Reply::Closed { peak }) => Ok(peak),
-            Ok(other) => Err(unexpected(&format!("{other:?}"))),
-            Err(_) => {
-                tracing::warn!("stage {}: the session did not close and its worker is killed", self.name);
-                self.workers.child = None;
-                Ok(None)
-            }
+        let peak = match child.process.ask(&Request::Close, Some(TEARDOWN)) {
+            Ok(Reply::Closing { peak }) => peak,
+            Ok(other) => return Err(unexpected(&format!("{other:?}"))),
+            Err(_) => None,
+        };
+        if !matches!(child.process.answer(Some(TEARDOWN)), Ok(Reply::Closed)) {
+            tracing::warn!("stage {}: the session did not close and its worker is killed", self.name);
+            self.workers.child = None;
         }
+        Ok(peak)
     }
 }
 
