@@ -185,7 +185,7 @@ fn external_weights_may_be_behind_links() {
     for folder in [&real, &linked] {
         let model = read_model(&folder.join("m.onnx")).unwrap();
         let mut runtime = cpu();
-        let mut stage = runtime.open_model("toy", model).unwrap();
+        let mut stage = runtime.open_model("toy", model, Default::default()).unwrap();
         assert_eq!(stage.run(&[("x", &feeds[0].1)], &["y"]).unwrap(), expected);
     }
 }
