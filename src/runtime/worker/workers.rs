@@ -14,7 +14,7 @@ use super::{
     protocol::{Reply, Request},
 };
 use crate::{
-    runtime::{Binding, Device, Executor, Guard, RuntimeError, RuntimeOptions, Session, Watchdog},
+    runtime::{Binding, Device, Executor, Guard, Provider, RuntimeError, RuntimeOptions, Session, Watchdog},
     tensor::HostTensor,
 };
 
@@ -59,13 +59,18 @@ impl Watched {
 impl Workers {
     /// Starts a first child and asks it for the device. Tensors pass through files in `exchange`, an empty folder.
     pub fn start(
-        options: RuntimeOptions,
+        mut options: RuntimeOptions,
         exchange: &Path,
         watchdog: Option<Watchdog>,
     ) -> Result<Workers, RuntimeError> {
         let exchange = Exchange::new(exchange, "p");
         let (child, device) = start_child(&options, None, exchange.folder())?;
-        let child = Some(Watched { guard: None, process: child });
+        let mut child = Some(Watched { guard: None, process: child });
+        if device.provider == Provider::Cpu && options.provider != Provider::Cpu {
+            // This one has Vulkan's libraries in its memory, for nothing.
+            options.provider = Provider::Cpu;
+            child.take().into_iter().for_each(Watched::stop);
+        }
         Ok(Workers { options, device, exchange, watchdog, child, component: String::new() })
     }
 
