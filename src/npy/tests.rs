@@ -161,7 +161,7 @@ proptest! {
         let data: Vec<u8> = (0..count).map(|x| x as u8).collect();
         let tensor = from_bytes(&file(1, &header("|u1", "True", &shape), &data)).unwrap();
         let Values::U8(values) = tensor.values else { panic!("u1 stays u8") };
-        for (position, value) in values.into_iter().enumerate() {
+        for (position, value) in values.iter().enumerate() {
             // The first index runs fastest in the file, the last one in the tensor.
             let (mut rest, mut offset, mut stride) = (position, 0, count);
             for dim in dims.iter().rev() {
@@ -169,7 +169,7 @@ proptest! {
                 offset += rest % dim * stride;
                 rest /= dim;
             }
-            prop_assert_eq!(usize::from(value), offset);
+            prop_assert_eq!(usize::from(*value), offset);
         }
     }
 
