@@ -10,12 +10,18 @@ use std::{
 
 use serde_json::Value;
 use support::{Bundle, Checkpoint, scratch, viaduct};
-use viaduct_export::onnx::{Attribute, Builder, DType, Dim, Model, Tensor, model_bytes};
+use viaduct_export::onnx::{
+    Attribute, Builder, DType, Dim, Model, Tensor, WriteOptions, model_bytes, write_model,
+};
 
 fn report(path: &Path, arguments: &str) -> Output {
+    run(&[path.to_str().unwrap()], arguments)
+}
+
+fn run(first: &[&str], arguments: &str) -> Output {
     // A runtime that cannot be loaded: a report does without.
     let mut command = viaduct();
-    command.arg("report").arg(path).args(arguments.split_whitespace()).env("VIADUCT_RUNTIME", "/nowhere");
+    command.arg("report").args(first).args(arguments.split_whitespace()).env("VIADUCT_RUNTIME", "/nowhere");
     command.output().unwrap()
 }
 
@@ -24,14 +30,21 @@ fn text(bytes: &[u8]) -> String {
 }
 
 fn json_of(path: &Path, arguments: &str) -> Value {
-    let output = report(path, &format!("{arguments} --json"));
-    assert!(output.status.success(), "{}", text(&output.stderr));
+    json_from(report(path, &format!("{arguments} --json")))
+}
+
+/// Of a report that may be over the budget.
+fn json_from(output: Output) -> Value {
+    assert!(matches!(output.status.code(), Some(0 | 4)), "{}", text(&output.stderr));
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
 /// Exit code and the error's line.
 fn refusal(path: &Path, arguments: &str) -> (Option<i32>, String) {
-    let output = report(path, arguments);
+    refused(report(path, arguments))
+}
+
+fn refused(output: Output) -> (Option<i32>, String) {
     let told = text(&output.stderr);
     assert_eq!(told.lines().count(), 1, "{told}");
     assert!(told.starts_with("error: "), "{told}");
@@ -142,7 +155,7 @@ fn a_model_names_what_grows_and_what_is_too_large() {
     assert_eq!(stage["limits"][0]["limit"], "binding");
     let output = report_text(&file.1, "--device llvmpipe --dim tokens=16384");
     assert!(output.contains("512 MiB  f16  [1,16384,16384]  scores, grows with tokens"), "{output}");
-    assert!(output.contains("a binding covers at most 128.0 MiB"), "{output}");
+    assert!(output.contains("a binding covers at most 128 MiB"), "{output}");
 }
 
 fn report_text(path: &Path, arguments: &str) -> String {
@@ -179,10 +192,190 @@ fn over_the_budget_is_exit_4() {
     let bundle = bundle();
     let (code, told) = refusal(&bundle.path(), "--device llvmpipe --budget 1MiB");
     assert_eq!(code, Some(4), "{told}");
-    for part in ["stage ", "budget of 1.0 MiB", "its largest tensor is", "device ", "host "] {
+    for part in ["128x128 needs ", " in ", "budget of 1 MiB", "its largest tensor is", "(device ", "host "] {
         assert!(told.contains(part), "{part}: {told}");
     }
     assert!(report(&bundle.path(), "--device llvmpipe --budget 16GiB").status.success());
+}
+
+fn recipe(name: &str, arguments: &str) -> Output {
+    run(&["--recipe", name], &format!("--device bc250 {arguments}"))
+}
+
+#[test]
+fn recipes_are_planned_without_a_checkpoint() {
+    for name in ["flux2-klein-4b", "flux2-klein-9b"] {
+        let planned = json_from(recipe(name, "--width 1024 --height 512 --profile q4 --json"));
+        assert_eq!(planned["name"], format!("{name} q4"));
+        assert_eq!(planned["picture"], serde_json::json!({ "width": 1024, "height": 512, "steps": 4 }));
+        assert_eq!(planned["chain"]["complete"], true, "{:?}", unknown(&planned));
+        assert!(planned["chain"]["weights_disk"].as_u64() > Some(2 << 30));
+        assert_eq!(planned["chain"]["may_stay_loaded"], Value::Null);
+    }
+    let shorter =
+        json_from(recipe("flux2-klein-4b", "--set text_encoder.length=64 --stage transformer --json"));
+    assert_eq!(shorter["stages"][0]["sizes"]["joint_seq"], 4096 + 64);
+    assert_eq!(shorter["stages"].as_array().unwrap().len(), 1);
+}
+
+#[test]
+fn recipes_that_cannot_be_planned_are_usage_errors() {
+    for (name, arguments, told) in [
+        ("flux2-klein", "", "has no [configs]"),
+        ("flux3", "", "unknown recipe 'flux3'"),
+        ("flux2-klein-4b", "--profile q7", "unknown profile 'q7'"),
+        ("flux2-klein-4b", "--set vae.cut=1", "has no such value"),
+        ("flux2-klein-4b", "--steps 5000", "5000 steps: a picture takes 1 to 1000"),
+    ] {
+        let (code, error) = refused(recipe(name, arguments));
+        assert!(code == Some(2) && error.contains(told), "{name} {arguments}: {code:?} {error}");
+    }
+    let (code, error) = refused(run(&[], "--device cpu"));
+    assert!(code == Some(2) && error.contains("required"), "{error}");
+}
+
+#[test]
+fn checkpoints_do_without_their_weights() {
+    let folder = scratch();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("bundles/klein-emoji/source");
+    let others = ["recipe.toml", "model_index.json", "tokenizer/tokenizer_config.json"].map(str::to_owned);
+    let configs = ["text_encoder", "transformer", "vae"].map(|part| format!("{part}/config.json"));
+    for file in others.into_iter().chain(configs) {
+        let to = folder.path().join(&file);
+        fs::create_dir_all(to.parent().unwrap()).unwrap();
+        fs::copy(source.join(&file), to).unwrap();
+    }
+    let outline = json_of(folder.path(), "--device llvmpipe --size 256x128");
+    let exported = json_of(&bundle().path(), "--device llvmpipe --size 256x128");
+    for key in ["chain", "picture", "name"] {
+        assert_eq!(outline[key], exported[key]);
+    }
+    for (ours, theirs) in
+        outline["stages"].as_array().unwrap().iter().zip(exported["stages"].as_array().unwrap())
+    {
+        assert_eq!(ours["predicted"], theirs["predicted"], "{}", ours["name"]);
+    }
+}
+
+/// Peaks of the decoder by its cuts.
+fn cuts_of(report: &Value) -> Vec<(Value, u64)> {
+    let compared = report["decoder_cuts"].as_array().unwrap().iter();
+    compared.map(|cuts| (cuts["cuts"].clone(), cuts["peak"].as_u64().unwrap())).collect()
+}
+
+#[test]
+fn cuts_of_the_decoder_are_compared_before_the_export() {
+    let planned = json_from(recipe("flux2-klein-4b", "--set vae_decoder.cuts=3 --json"));
+    let compared = cuts_of(&planned);
+    let cuts: Vec<Value> = compared.iter().map(|(cuts, _)| cuts.clone()).collect();
+    assert_eq!(cuts, [serde_json::json!([]), serde_json::json!([3]), serde_json::json!([1, 2, 3])]);
+    let told = text(&recipe("flux2-klein-4b", "").stdout);
+    assert!(told.contains("2,3 (as planned)") && told.contains("1,2,3"), "{told}");
+}
+
+#[test]
+fn cuts_that_fit_are_named_as_they_are_set() {
+    // A budget between the least that cuts of the decoder take with every setting and what the recipe's own take.
+    let compared = cuts_of(&json_from(recipe("flux2-klein-4b", "--budget 1GiB --profile q4 --json")));
+    let least = compared.iter().map(|(_, peak)| *peak).min().unwrap();
+    let own = compared[1].1;
+    assert!(least < own, "{compared:?}");
+    let planned = recipe("flux2-klein-4b", &format!("--profile q4 --budget {least}"));
+    assert_eq!(planned.status.code(), Some(4));
+    let told = text(&planned.stdout);
+    let line = told.lines().find(|line| line.starts_with("the decoder fits the budget")).unwrap();
+    let set = line.split_once("--set ").unwrap().1;
+    let again = run(
+        &["--recipe", "flux2-klein-4b", "--set", set],
+        &format!("--device bc250 --profile q4 --budget {least}"),
+    );
+    assert!(again.status.success(), "{line}: {}", text(&again.stderr));
+}
+
+#[test]
+fn the_plan_says_what_it_chose_and_why() {
+    let model = File::new(&chain());
+    let usual = json_of(&model.1, "--device llvmpipe");
+    assert_eq!(usual["choices"], serde_json::json!([]));
+    assert_eq!(usual["stages"][0]["settings"]["cache"], "simple");
+    // A byte less than the usual settings take.
+    let budget = usual["chain"]["peak"].as_u64().unwrap() - 1;
+    let planned = json_of(&model.1, &format!("--device llvmpipe --budget {budget}"));
+    assert_eq!(planned["stages"][0]["settings"]["cache"], "lazyRelease");
+    assert!(planned["chain"]["peak"].as_u64().unwrap() <= budget);
+    let told = report_text(&model.1, &format!("--device llvmpipe --budget {budget}"));
+    assert!(told.contains("buffers are given back") && told.contains("to stay below"), "{told}");
+}
+
+/// A tensor that grows: of each size that it had, a cache keeps buffers.
+fn chain() -> Model {
+    let mut b = Builder::new("chain");
+    let rows = |n: usize| [Dim::Fixed(n), Dim::Fixed(1 << 16)];
+    let first = b.input("x", DType::F32, &rows(8));
+    let mut x = b.op("Neg", &[first], &[]);
+    for _ in 0..6 {
+        x = b.op("Concat", &[x, first], &[("axis", Attribute::Int(0))]);
+        for _ in 0..40 {
+            x = b.op("Neg", &[x], &[]);
+        }
+    }
+    b.output(x, "y", &rows(56));
+    b.finish()
+}
+
+#[test]
+fn what_does_not_fit_is_told_with_the_nearest_size_that_does() {
+    let bundle = bundle();
+    let peak = |size: &str| {
+        json_of(&bundle.path(), &format!("--device llvmpipe --size {size}"))["chain"]["peak"]
+            .as_u64()
+            .unwrap()
+    };
+    let output =
+        report(&bundle.path(), &format!("--device llvmpipe --size 1024x512 --budget {}", peak("512x256")));
+    assert!(text(&output.stdout).contains("over by"), "the report is printed, too");
+    let (code, told) = refused(output);
+    assert_eq!(code, Some(4));
+    let nearest = told.trim().rsplit("; ").next().unwrap().strip_suffix(" fits").unwrap();
+    let (width, height) = nearest.split_once('x').unwrap();
+    let [width, height] = [width, height].map(|side| side.parse::<usize>().unwrap());
+    assert!(width >= 512 && width < 1024 && width.abs_diff(2 * height) <= 128, "{told}");
+    // A model's size is named as it is typed.
+    let file = File::new(&scores(tokens()));
+    let (code, told) = refusal(&file.1, "--device llvmpipe --dim tokens=16384 --budget 1GiB");
+    assert!(code == Some(4) && told.contains("; --dim tokens="), "{told}");
+    let fits = told.split("; ").last().unwrap().replace(" fits", "");
+    assert!(report(&file.1, &format!("--device llvmpipe --budget 1GiB {fits}")).status.success());
+}
+
+#[test]
+fn whether_all_sessions_may_stay_is_told() {
+    let bundle = bundle();
+    for (budget, may_stay) in [("64GiB", true), ("700MiB", false)] {
+        let arguments = format!("--device llvmpipe --budget {budget}");
+        assert_eq!(json_of(&bundle.path(), &arguments)["chain"]["may_stay_loaded"], may_stay, "{budget}");
+    }
+}
+
+#[test]
+fn the_external_data_of_a_model_need_not_be_there() {
+    let folder = scratch();
+    let path = folder.path().join("model.onnx");
+    let mut b = Builder::new("external");
+    let x = b.input("x", DType::F32, &[tokens(), Dim::Fixed(4096)]);
+    let w = b.constant("w", Tensor::from_f32(&[4096, 4096], &vec![0.25; 1 << 24]));
+    let y = b.matmul(x, w);
+    b.output(y, "y", &[tokens(), Dim::Fixed(4096)]);
+    write_model(&b.finish(), &path, &WriteOptions::default()).unwrap();
+    let with = json_of(&path, "--device llvmpipe --dim tokens=16");
+    for entry in fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path()) {
+        if entry != path {
+            fs::remove_file(entry).unwrap();
+        }
+    }
+    let without = json_of(&path, "--device llvmpipe --dim tokens=16");
+    assert_eq!(with, without);
+    assert_eq!(without["stages"][0]["weights_disk"], 64 << 20);
 }
 
 #[test]
@@ -245,15 +438,18 @@ fn wrong_questions_are_usage_errors() {
         (&file.1, "--dim tokens=-4", "write name=N"),
         (&file.1, "--size 64x64", "--size is for bundles"),
         (&file.1, "--stage x", "--stage is for bundles"),
+        (&file.1, "--profile q8", "--profile is for recipes and checkpoints"),
+        (&bundle.path(), "--set vae_decoder.cuts=1", "--set is for recipes and checkpoints"),
+        (&bundle.path(), "--recipe flux2-klein-4b", "cannot be used with"),
         (&file.1, "--device voodoo", "no device is called \"voodoo\"; known are bc250, h200, llvmpipe, cpu"),
         (&file.1, "--device cpu --ep cpu", "cannot be used with"),
-        (&file.1, "--budget lots", "is not a size"),
+        (&file.1, "--budget lots", "is no amount of memory"),
         (&bundle.path(), "--dim rows=4", "the graph has chunk_rows, image_seq, joint_seq"),
         (&bundle.path(), "--size 100x100", "width 100 is not a multiple of"),
         (&bundle.path(), "--width 0", "out of range"),
         (&bundle.path(), "--size big", "is not a size"),
-        (&bundle.path(), "--steps 0", "--steps 0"),
-        (&bundle.path(), "--stage vae", "--stage vae: the bundle has text_encoder, modulation"),
+        (&bundle.path(), "--steps 0", "0 steps"),
+        (&bundle.path(), "--stage vae", "--stage vae: the model has text_encoder, modulation"),
     ] {
         let (code, error) = refusal(path, arguments);
         assert!(code == Some(2) && error.contains(told), "{arguments}: {code:?} {error}");

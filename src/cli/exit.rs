@@ -1,7 +1,7 @@
 //! Exit codes: what kind of failure an error is.
 
 use viaduct_export::{
-    arch::{ArchError, flux2::Flux2Error as Flux2ExportError},
+    arch::{ArchError, SizesError, flux2::Flux2Error as Flux2ExportError},
     bundle::ExportError,
     recipe::RecipeError,
 };
@@ -9,7 +9,7 @@ use viaduct_export::{
 use crate::{
     atomic_file::FileError,
     pipeline::{dump::DumpError, flux2::Flux2Error, schedule::ScheduleError, size::SizeError},
-    report::{OverBudget, SizesError},
+    plan::{OverBudget, PlanError},
     runtime::{RuntimeError, Stopped},
     verify::{BarsMissed, VerifyError},
 };
@@ -38,8 +38,11 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     if let Some(DumpError::NotEmpty { .. }) = error.downcast_ref::<DumpError>() {
         return Some(USAGE);
     }
-    if let Some(SizesError::Steps(_) | SizesError::Size(_)) = error.downcast_ref::<SizesError>() {
-        return Some(USAGE);
+    if let Some(e) = error.downcast_ref::<SizesError>() {
+        return Some(sizes_code(e));
+    }
+    if let Some(PlanError::Sizes(e)) = error.downcast_ref::<PlanError>() {
+        return Some(sizes_code(e));
     }
     if error.is::<BarsMissed>() {
         return Some(3);
@@ -57,20 +60,7 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
         return recipe_code(e);
     }
     if let Some(e) = error.downcast_ref::<ExportError>() {
-        return match e {
-            ExportError::Exists { .. } | ExportError::NotReplaceable { .. } | ExportError::NoName { .. } => {
-                Some(USAGE)
-            }
-            ExportError::SourceInside { .. } | ExportError::Foreign { .. } => Some(USAGE),
-            ExportError::NotAFolder { .. } | ExportError::FamilyMismatch { .. } => Some(USAGE),
-            ExportError::Recipe(e) => recipe_code(e),
-            ExportError::Arch(ArchError::Flux2(e)) => match e {
-                Flux2ExportError::Setting { .. } => Some(USAGE),
-                Flux2ExportError::Recipe(e) => recipe_code(e),
-                _ => Some(FAILED),
-            },
-            _ => Some(FAILED),
-        };
+        return export_code(e);
     }
     if let Some(e) = error.downcast_ref::<Flux2Error>() {
         return Some(flux2_code(e));
@@ -80,6 +70,30 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
         VerifyError::Mismatch { .. } | VerifyError::Size(_) => Some(USAGE),
         VerifyError::Pipeline(e) => Some(flux2_code(e)),
         _ => None,
+    }
+}
+
+fn sizes_code(error: &SizesError) -> u8 {
+    match error {
+        SizesError::Picture(_) | SizesError::Steps { .. } | SizesError::AttentionRows => USAGE,
+        _ => FAILED,
+    }
+}
+
+fn export_code(error: &ExportError) -> Option<u8> {
+    match error {
+        ExportError::Exists { .. } | ExportError::NotReplaceable { .. } | ExportError::NoName { .. } => {
+            Some(USAGE)
+        }
+        ExportError::SourceInside { .. } | ExportError::Foreign { .. } => Some(USAGE),
+        ExportError::NotAFolder { .. } | ExportError::FamilyMismatch { .. } => Some(USAGE),
+        ExportError::Recipe(e) => recipe_code(e),
+        ExportError::Arch(ArchError::Flux2(e)) => match e {
+            Flux2ExportError::Setting { .. } => Some(USAGE),
+            Flux2ExportError::Recipe(e) => recipe_code(e),
+            _ => Some(FAILED),
+        },
+        _ => Some(FAILED),
     }
 }
 

@@ -1,41 +1,64 @@
 //! `viaduct report`
 
-use std::path::{Path, PathBuf};
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+};
 
 use anyhow::Context;
 use clap::Args;
 use viaduct_export::{
-    bundle::{Bundle, MANIFEST},
+    arch::SizesRequest,
+    bundle::{Bundle, MANIFEST, Outline, OutlineRequest, OutlineSource, Stages},
     bytes::ByteSize,
     device::DeviceProfile,
     files::read_limited,
     memory::symbols,
-    onnx::read_model,
+    onnx::{Model, read_graph},
     shapes::Sizes,
 };
 
-use super::{dimension, exit::UsageError, printer::print};
+use super::{dimension, exit::UsageError, key_value, printer::print};
 use crate::{
     atomic_file::{self, Existing},
     pipeline::size::TypedSize,
+    plan::{Budget, OverBudget, Plan, PlannedModel, largest_that},
     plot::{to_png, to_svg},
-    report::{MAX_STAGES, Report, StageReport, bundle_sizes, bundle_symbols, chart, table},
+    report::{MAX_STAGES, Report, StageReport, Subject, chart, compare_cuts, table},
     runtime::{Provider, expected_profile},
 };
 
 /// Larger than any profile or output of `viaduct doctor`.
 const MAX_PROFILE: u64 = 1 << 20;
 
-/// Tell what a bundle or a model will need, without running it: memory, its largest tensors, limits and hazards.
+/// What a checkpoint's folder has at its top.
+const CHECKPOINT: [&str; 2] = ["model_index.json", "transformer/config.json"];
+const DEFAULT_PROFILE: &str = "q8";
+
+/// A report, and whether what it tells of fits the budget.
+type Planned = (Report, Result<(), OverBudget>);
+
+/// Tell what a model will need, without running it: memory, its largest tensors, limits and hazards.
 ///
 /// Shapes follow from the sizes that you give, bytes from shapes, and the peak from the order of execution. Nothing is
-/// loaded or run; weights are not read. What is unknown is listed and in no sum.
+/// loaded or run; weights are not read, and need not be there: a recipe with configs does for a plan. What is unknown is
+/// listed and in no sum.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Arguments {
-    /// Bundle folder or .onnx file; a model's external data need not be there
-    path: PathBuf,
-    /// Only this stage of a bundle, with all its details
+    /// Bundle folder, checkpoint folder (its config files do) or .onnx file (its external data need not be there)
+    #[arg(required_unless_present = "recipe", conflicts_with = "recipe")]
+    path: Option<PathBuf>,
+    /// In place of a path: a model that is neither exported nor downloaded, by a shipped recipe's name or a .toml file
+    #[arg(long, value_name = "NAME|FILE")]
+    recipe: Option<String>,
+    /// How the weights of a recipe or a checkpoint would be stored; q8 by default
+    #[arg(long)]
+    profile: Option<String>,
+    /// Change a value of the recipe; may be repeated
+    #[arg(long, value_name = "KEY=VALUE", value_parser = key_value)]
+    set: Vec<(String, String)>,
+    /// Only this stage, with all its details
     #[arg(long, value_name = "NAME")]
     stage: Option<String>,
     /// Width of the picture in pixels; the model's own size by default
@@ -53,7 +76,7 @@ pub struct Arguments {
     /// Bind a size of the graph, by the name that it has there; may be repeated
     #[arg(long, value_name = "NAME=N", value_parser = dimension)]
     dim: Vec<(String, usize)>,
-    /// Exit with 4 if the peak is larger: 512MiB, 12GiB, 5GB or bytes
+    /// Set the stages so that they fit, and exit with 4 if one does not: 512MiB, 12GiB, 5GB or bytes
     #[arg(long, value_name = "SIZE")]
     budget: Option<ByteSize>,
     /// A device to plan for: bc250, h200, llvmpipe, cpu, or a file made by `viaduct doctor --json`; this machine's by
@@ -78,24 +101,19 @@ const EXAMPLES: &str = "\
 Examples:
   viaduct report klein-q8 --size 1024x1024                     what a picture of that size takes on this machine
   viaduct report klein-q8 --size 1024x1024 --device bc250      on another one
-  viaduct report klein-q8 --budget 6GiB && viaduct generate -b klein-q8 ...
+  viaduct report klein-q8 --size 1024x1024 --budget 6GiB       how it would be set, or the nearest size that fits
+  viaduct report --recipe flux2-klein-4b --profile q4 --budget 8GiB   before anything is downloaded
+  viaduct report FLUX.2-klein-4B --set vae_decoder.cuts=1,2,3  a checkpoint, before it is exported
   viaduct report klein-q8 --stage vae_post1 --plot vae.svg     one stage in detail, and as a drawing
   viaduct report decoder.onnx --dim latent_height=64 --dim latent_width=64
   viaduct doctor --json > here.json; viaduct report klein-q8 --device here.json
 
-Exit code 4 if the peak is over the budget.";
+Exit code 4 if a stage is over the budget.";
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let plot = arguments.plot.as_deref().map(plot_format).transpose()?;
     let device = device(arguments)?;
-    let path = &arguments.path;
-    let report = if path.is_dir() {
-        of_bundle(path, arguments, device)?
-    } else if path.file_name().is_some_and(|name| name == MANIFEST) {
-        of_bundle(path.parent().unwrap_or(Path::new("")), arguments, device)?
-    } else {
-        of_model(path, arguments, device)?
-    };
+    let (report, fits) = planned(arguments, device)?;
     if let (Some(path), Some(format)) = (&arguments.plot, plot) {
         draw(&report, path, format, arguments.force)?;
     }
@@ -104,7 +122,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     } else {
         table(&report, arguments.stage.is_some())
     })?;
-    Ok(report.check_budget()?)
+    Ok(fits?)
 }
 
 fn usage(message: String) -> anyhow::Error {
@@ -121,35 +139,95 @@ fn device(arguments: &Arguments) -> anyhow::Result<DeviceProfile> {
     DeviceProfile::from_json(&text).with_context(|| format!("--device {}", path.display()))
 }
 
-fn of_bundle(path: &Path, arguments: &Arguments, device: DeviceProfile) -> anyhow::Result<Report> {
-    let bundle = Bundle::open(path)?;
+/// Looks at what the path or the recipe names.
+fn planned(arguments: &Arguments, device: DeviceProfile) -> anyhow::Result<Planned> {
+    let outline = |source| {
+        let profile = arguments.profile.as_deref().unwrap_or(DEFAULT_PROFILE);
+        let outline = Outline::author(&OutlineRequest { source, profile, set: &arguments.set })?;
+        of_outline(&outline, arguments, device.clone())
+    };
+    let Some(path) = &arguments.path else {
+        return outline(OutlineSource::Recipe(arguments.recipe.as_deref().unwrap_or_default()));
+    };
+    let is_bundle = path.join(MANIFEST).exists();
+    if path.is_dir() && !is_bundle && CHECKPOINT.iter().any(|file| path.join(file).exists()) {
+        return outline(OutlineSource::Checkpoint { folder: path, recipe: None });
+    }
+    let of_recipes = [("--profile", arguments.profile.is_some()), ("--set", !arguments.set.is_empty())];
+    refuse(&of_recipes, "is for recipes and checkpoints; a bundle or a model is as it was exported")?;
+    if path.is_dir() {
+        of_stages(&Bundle::open(path)?, arguments, device)
+    } else if path.file_name().is_some_and(|name| name == MANIFEST) {
+        of_stages(&Bundle::open(path.parent().unwrap_or(Path::new("")))?, arguments, device)
+    } else {
+        of_model(path, arguments, device)
+    }
+}
+
+/// Refuses the first flag that was given.
+fn refuse(flags: &[(&str, bool)], why: &str) -> anyhow::Result<()> {
+    match flags.iter().find(|flag| flag.1) {
+        Some((flag, _)) => Err(usage(format!("{flag} {why}"))),
+        None => Ok(()),
+    }
+}
+
+/// A model that is not exported yet: its decoder's cuts are still to be chosen.
+fn of_outline(outline: &Outline, arguments: &Arguments, device: DeviceProfile) -> anyhow::Result<Planned> {
+    let (mut report, fits) = of_stages(outline, arguments, device.clone())?;
+    if arguments.stage.is_none() {
+        let budget = Budget::asked(&device, report.budget);
+        let model = PlannedModel::new(outline, device, budget)?;
+        report.decoder_cuts = compare_cuts(outline, &model, &picture(outline, arguments), budget)?;
+    }
+    Ok((report, fits))
+}
+
+fn of_stages(stages: &dyn Stages, arguments: &Arguments, device: DeviceProfile) -> anyhow::Result<Planned> {
+    let only = arguments.stage.as_deref();
+    let names = stages.stage_names();
+    if let Some(name) = only.filter(|name| !names.contains(name)) {
+        return Err(usage(format!("--stage {name}: the model has {}", names.join(", "))));
+    }
+    let bound: Sizes = arguments.dim.iter().cloned().collect();
+    let subject = Subject { stages, only, bound: &bound };
+    let budget = arguments.budget.map(|budget| budget.0);
+    let model = PlannedModel::new(&subject, device.clone(), Budget::asked(&device, budget))?;
+    check_names(&arguments.dim, model.graphs().iter().map(|(_, graph)| graph))?;
+    let picture = picture(stages, arguments);
+    let plan = model.plan(&picture)?;
+    let mut reports = Vec::new();
+    for (name, graph) in model.graphs() {
+        let settings = plan.settings(name);
+        let sizes = model.sizes(&picture, &settings)?;
+        reports.push(StageReport::new(name, graph.clone(), &sizes, &device, settings));
+    }
+    let name = format!("{} {}", stages.name(), stages.profile());
+    let fits = model.check(&plan, &picture);
+    Ok((Report::new(name, Some(picture.into()), device, budget, &plan, reports), fits))
+}
+
+/// What is to be drawn: what the user asks for, else what the family's parameters state. Where they do not, the
+/// family has no sizes either, and says so.
+fn picture(stages: &dyn Stages, arguments: &Arguments) -> SizesRequest {
+    let stated = |key: &str| {
+        let number = stages.family_parameters().pointer(key).and_then(|value| value.as_u64());
+        number.and_then(|number| usize::try_from(number).ok()).unwrap_or(0)
+    };
     let (width, height) = match arguments.size {
         Some(TypedSize(width, height)) => (Some(width), Some(height)),
         None => (arguments.width, arguments.height),
     };
-    let (picture, mut sizes) = bundle_sizes(&bundle, [width, height, arguments.steps])?;
-    let known = bundle_symbols(&bundle);
-    bind(&mut sizes, &arguments.dim, &known.into_keys().collect::<Vec<_>>())?;
-    let wanted = match &arguments.stage {
-        Some(name) => std::slice::from_ref(bundle.stage(name).map_err(|_| no_stage(&bundle, name))?),
-        None => &bundle.manifest.stages[..],
-    };
-    let mut stages = Vec::new();
-    for stage in wanted {
-        let model =
-            read_model(&bundle.path(&stage.graph)?).with_context(|| format!("stage {}", stage.name))?;
-        stages.push(StageReport::new(&stage.name, model, &sizes, &device));
+    let side = stated("/vae/default_side");
+    SizesRequest {
+        width: width.unwrap_or(side),
+        height: height.unwrap_or(side),
+        steps: arguments.steps.unwrap_or_else(|| stated("/schedule/steps")),
+        attention_rows: None,
     }
-    let name = format!("{} {}", bundle.manifest.name, bundle.manifest.profile);
-    Ok(Report::new(name, Some(picture), device, arguments.budget.map(|budget| budget.0), stages))
 }
 
-fn no_stage(bundle: &Bundle, name: &str) -> anyhow::Error {
-    let stages: Vec<&str> = bundle.manifest.stages.iter().map(|stage| stage.name.as_str()).collect();
-    usage(format!("--stage {name}: the bundle has {}", stages.join(", ")))
-}
-
-fn of_model(path: &Path, arguments: &Arguments, device: DeviceProfile) -> anyhow::Result<Report> {
+fn of_model(path: &Path, arguments: &Arguments, device: DeviceProfile) -> anyhow::Result<Planned> {
     let of_bundles = [
         ("--stage", arguments.stage.is_some()),
         ("--size", arguments.size.is_some()),
@@ -157,28 +235,45 @@ fn of_model(path: &Path, arguments: &Arguments, device: DeviceProfile) -> anyhow
         ("--height", arguments.height.is_some()),
         ("--steps", arguments.steps.is_some()),
     ];
-    if let Some((flag, _)) = of_bundles.iter().find(|flag| flag.1) {
-        return Err(usage(format!("{flag} is for bundles; bind the sizes of a model with --dim name=N")));
-    }
-    let model = read_model(path)?;
-    let mut sizes = Sizes::new();
-    bind(&mut sizes, &arguments.dim, &symbols(&model.graph).into_iter().collect::<Vec<_>>())?;
+    refuse(&of_bundles, "is for bundles; bind the sizes of a model with --dim name=N")?;
+    let model = read_graph(path)?;
+    check_names(&arguments.dim, [&model].into_iter())?;
+    let sizes: Sizes = arguments.dim.iter().cloned().collect();
     let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-    let stage = StageReport::new(&name, model, &sizes, &device);
-    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    Ok(Report::new(name, None, device, arguments.budget.map(|budget| budget.0), vec![stage]))
+    let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let asked = arguments.budget.map(|budget| budget.0);
+    let budget = Budget::asked(&device, asked);
+    let graphs = [(name.clone(), model)];
+    let planned = |sizes: &Sizes| Plan::new(&graphs, &|_| sizes.clone(), &device, budget);
+    let plan = planned(&sizes);
+    let fits = plan.check(&file, || nearest(&arguments.dim, &|sizes| planned(sizes).offender().is_none()));
+    let settings = plan.settings(&name);
+    let [(_, model)] = graphs.clone();
+    let stage = StageReport::new(&name, model, &sizes, &device, settings);
+    Ok((Report::new(file, None, device, asked, &plan, vec![stage]), fits))
 }
 
-/// Adds sizes that the user gave to those that the picture has.
-fn bind(sizes: &mut Sizes, given: &[(String, usize)], known: &[String]) -> anyhow::Result<()> {
-    for (name, size) in given {
-        if !known.contains(name) {
-            let known = if known.is_empty() { "no sizes by name".to_owned() } else { known.join(", ") };
-            return Err(usage(format!("--dim {name}={size}: the graph has {known}")));
-        }
-        sizes.insert(name.clone(), *size);
-    }
-    Ok(())
+/// The largest sizes of about the same proportions that fit, as they would be typed.
+fn nearest(dims: &[(String, usize)], fits: &dyn Fn(&Sizes) -> bool) -> Option<String> {
+    let longest = dims.iter().map(|dim| dim.1).max()?;
+    let scaled = |part: usize| {
+        let size = move |size: usize| (size as u128 * part as u128 / longest as u128).max(1) as usize;
+        dims.iter().map(move |(name, own)| (name.clone(), size(*own)))
+    };
+    let part = largest_that(longest, |part| fits(&scaled(part).collect()))?;
+    let typed: Vec<String> = scaled(part).map(|(name, size)| format!("--dim {name}={size}")).collect();
+    Some(typed.join(" "))
+}
+
+/// Refuses names that no graph has.
+fn check_names<'a>(given: &[(String, usize)], graphs: impl Iterator<Item = &'a Model>) -> anyhow::Result<()> {
+    let known: BTreeSet<String> = graphs.flat_map(|model| symbols(&model.graph)).collect();
+    let Some((name, size)) = given.iter().find(|(name, _)| !known.contains(name)) else { return Ok(()) };
+    let known = match known.is_empty() {
+        true => "no sizes by name".to_owned(),
+        false => known.into_iter().collect::<Vec<_>>().join(", "),
+    };
+    Err(usage(format!("--dim {name}={size}: the graph has {known}")))
 }
 
 #[derive(Clone, Copy)]

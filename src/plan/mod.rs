@@ -177,11 +177,12 @@ impl Plan {
     /// Why stages are not set as they usually are: a line for each.
     pub fn choices(&self) -> Vec<String> {
         let changed = self.stages.iter().filter(|stage| stage.settings != Settings::default());
-        changed.map(|stage| format!("{}: {}", stage.name, choice(&stage.settings, self.budget))).collect()
+        changed.map(|stage| format!("{}: {}", stage.name, choice(stage, self.budget))).collect()
     }
 }
 
-fn choice(settings: &Settings, budget: Budget) -> String {
+fn choice(stage: &PlannedStage, budget: Budget) -> String {
+    let PlannedStage { settings, predicted, .. } = stage;
     let mut parts = Vec::new();
     if settings.halvings > 0 {
         parts.push(format!("attention in chunks of 1/{} of the usual size", 1 << settings.halvings));
@@ -189,7 +190,8 @@ fn choice(settings: &Settings, budget: Budget) -> String {
     if settings.cache != BufferCache::default() {
         parts.push("buffers are given back instead of kept for the next step".to_owned());
     }
-    format!("{}, slower, to stay below {budget}", parts.join(" and "))
+    let outcome = if budget.holds(*predicted) { "to stay below" } else { "and yet above" };
+    format!("{}, slower, {outcome} {budget}", parts.join(" and "))
 }
 
 /// `scores [1,1,16384,16384] f16, 512 MiB`

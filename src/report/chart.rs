@@ -159,7 +159,17 @@ mod tests {
     };
 
     use super::*;
-    use crate::plot::{to_png, to_svg};
+    use crate::{
+        plan::{Budget, Plan, Settings},
+        plot::{to_png, to_svg},
+    };
+
+    fn drawn(name: &str, device: &str, budget: Option<u64>, stages: Vec<StageReport>) -> Report {
+        let device = DeviceProfile::preset(device).unwrap();
+        let plan =
+            Plan { budget: Budget::asked(&device, budget), stages: Vec::new(), may_stay_loaded: false };
+        Report::new(name.to_owned(), None, device, budget, &plan, stages)
+    }
 
     fn report(budget: Option<u64>) -> Report {
         let device = DeviceProfile::preset("bc250").unwrap();
@@ -170,7 +180,8 @@ mod tests {
             };
             let timeline = (0..nodes).map(moment).collect();
             let memory = StageMemory { weights_uploaded: weights, timeline, ..StageMemory::default() };
-            let empty = StageReport::new(name, Model::default(), &Default::default(), &device);
+            let empty =
+                StageReport::new(name, Model::default(), &Default::default(), &device, Settings::default());
             StageReport { memory, ..empty }
         };
         let stages = vec![
@@ -180,7 +191,7 @@ mod tests {
             stage("a_stage_whose_name_is_far_too_long", 0, 0, 0),
             stage("vae_post1", 200, 50 << 20, 5 << 30),
         ];
-        Report::new("klein-4b q8".to_owned(), None, device.clone(), budget, stages)
+        drawn("klein-4b q8", "bc250", budget, stages)
     }
 
     #[test]
@@ -207,8 +218,6 @@ mod tests {
 
     #[test]
     fn nothing_is_a_drawing_too() {
-        let empty =
-            Report::new(String::new(), None, DeviceProfile::preset("cpu").unwrap(), Some(0), Vec::new());
-        assert!(to_png(&chart(&empty)).is_ok());
+        assert!(to_png(&chart(&drawn("", "cpu", Some(0), Vec::new()))).is_ok());
     }
 }

@@ -1,44 +1,62 @@
-//! What a bundle or a model will need, found out without running it: sizes to shapes, shapes to bytes and findings.
+//! What a model will need, found out without running it: sizes to shapes, shapes to bytes, and bytes to a plan.
 
 mod chart;
-mod sizes;
+mod cuts;
+mod subject;
 mod table;
-
-use std::collections::BTreeMap;
 
 use serde::Serialize;
 use viaduct_export::{
-    bundle::Bundle,
-    bytes::ByteSize,
+    arch::SizesRequest,
     device::DeviceProfile,
-    memory::{
-        BufferCache, Excess, Hazard, Moment, Quadratic, StageMemory, analyse, excesses, hazards, quadratic,
-        symbols,
-    },
+    memory::{Excess, Hazard, Moment, Quadratic, StageMemory, excesses, hazards, quadratic, symbols},
     onnx::Model,
     shapes::Sizes,
 };
 
-use crate::runtime::{Attention, lower};
+use crate::{
+    plan::{Budget, Plan, Settings, analyse_stage},
+    runtime::Attention,
+};
 
 pub use self::{
     chart::{MAX_STAGES, chart},
-    sizes::{Drawn, SizesError, bundle_sizes},
+    cuts::{DecoderCuts, compare_cuts},
+    subject::Subject,
     table::table,
 };
 
-/// What is known of a bundle or a model on one device. As JSON: docs/report.md.
+/// What is known of a model on one device. As JSON: docs/report.md.
 #[derive(Serialize)]
 pub struct Report {
-    /// What was looked at: the bundle's name and profile, or the model's file.
+    /// What was looked at: the recipe's name and the profile, or the file of a single graph.
     pub name: String,
-    /// Width, height and steps of the picture; none for a model.
-    pub picture: Option<Drawn>,
+    /// None for a single graph.
+    pub picture: Option<Picture>,
     pub device: DeviceProfile,
     pub budget: Option<u64>,
+    /// Why stages are not set as they usually are: a line for each.
+    pub choices: Vec<String>,
     pub chain: Chain,
     /// In the order in which they run.
     pub stages: Vec<StageReport>,
+    /// The image decoder cut in other places; of a model that is not exported yet.
+    pub decoder_cuts: Vec<DecoderCuts>,
+}
+
+/// What is to be drawn.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Picture {
+    pub width: usize,
+    pub height: usize,
+    pub steps: usize,
+}
+
+impl From<SizesRequest> for Picture {
+    fn from(request: SizesRequest) -> Picture {
+        let SizesRequest { width, height, steps, .. } = request;
+        Picture { width, height, steps }
+    }
 }
 
 /// All stages, of which one at a time has a session.
@@ -46,12 +64,14 @@ pub struct Report {
 pub struct Chain {
     /// The stage with the largest predicted peak.
     pub largest: String,
-    /// Bytes of that peak, on host and device.
+    /// Bytes of that peak.
     pub peak: u64,
     pub weights_disk: u64,
     pub weights_uploaded: u64,
     /// Whether the peak is below the device's memory.
     pub fits_device: bool,
+    /// Whether all sessions fit the budget beside each other; none without a budget.
+    pub may_stay_loaded: Option<bool>,
     /// Whether every tensor's size is known; where not, every sum is too small.
     pub complete: bool,
 }
@@ -62,6 +82,8 @@ pub struct StageReport {
     pub name: String,
     /// Sizes of the graph's symbols.
     pub sizes: Sizes,
+    /// How the plan sets the stage.
+    pub settings: Settings,
     /// Symbols that have no size. What depends on them is unknown.
     pub unbound: Vec<String>,
     /// How the graph was fitted to the device.
@@ -70,7 +92,7 @@ pub struct StageReport {
     pub not_lowered: Option<String>,
     #[serde(flatten)]
     pub memory: StageMemory,
-    /// Bytes of the predicted peak, on host and device.
+    /// Bytes of the predicted peak that count: of host and device where they share one memory, else the device's.
     pub peak_bytes: u64,
     pub quadratic: Vec<Quadratic>,
     pub limits: Vec<Excess>,
@@ -87,32 +109,20 @@ pub struct AttentionForm {
     pub score_bytes: u64,
 }
 
-/// A stage that needs more than there is.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "stage {stage} needs {}{} (device {}, host {}), more than the budget of {}{}",
-    if *complete { "" } else { "at least " }, ByteSize(device.saturating_add(*host)), ByteSize(*device), ByteSize(*host),
-    ByteSize(*budget), tensor.as_deref().map(|tensor| format!("; its largest tensor is {tensor}")).unwrap_or_default()
-)]
-pub struct OverBudget {
-    pub stage: String,
-    pub device: u64,
-    pub host: u64,
-    pub budget: u64,
-    /// Name, shape, type and size of the largest tensor.
-    pub tensor: Option<String>,
-    pub complete: bool,
-}
-
 impl StageReport {
-    /// Fits the graph to the device and analyses it. The sizes may be those of other graphs, too.
-    pub fn new(name: &str, mut model: Model, sizes: &Sizes, device: &DeviceProfile) -> StageReport {
-        let lowered = lower(&mut model, device, sizes, &[]);
+    /// Fits the graph to the device under the settings and analyses it. The sizes may be those of other graphs, too.
+    pub fn new(
+        name: &str,
+        mut model: Model,
+        sizes: &Sizes,
+        device: &DeviceProfile,
+        settings: Settings,
+    ) -> StageReport {
+        let (lowered, memory, shapes) = analyse_stage(&mut model, sizes, device, &settings);
         let (lowered, not_lowered) = match lowered {
             Ok(lowered) => (lowered, None),
             Err(error) => (Default::default(), Some(error.to_string())),
         };
-        let (memory, shapes) = analyse(&model, sizes, device, BufferCache::default());
         let (bound, unbound): (Vec<_>, Vec<_>) =
             symbols(&model.graph).into_iter().partition(|symbol| sizes.contains_key(symbol));
         let conflict = |conflict: &viaduct_export::shapes::Conflict| {
@@ -121,10 +131,11 @@ impl StageReport {
         StageReport {
             name: name.to_owned(),
             sizes: bound.into_iter().map(|symbol| (symbol.clone(), sizes[&symbol])).collect(),
+            settings,
             unbound,
             attention: lowered.attention.into_iter().map(AttentionForm::from).collect(),
             not_lowered,
-            peak_bytes: memory.predicted.device.saturating_add(memory.predicted.host),
+            peak_bytes: Budget::asked(device, None).counted(memory.predicted),
             quadratic: quadratic(&model, &shapes, sizes),
             limits: excesses(&model.graph, &shapes, device),
             hazards: hazards(&model.graph, &shapes),
@@ -153,52 +164,32 @@ impl From<Attention> for AttentionForm {
 impl Report {
     pub fn new(
         name: String,
-        picture: Option<Drawn>,
+        picture: Option<Picture>,
         device: DeviceProfile,
         budget: Option<u64>,
+        plan: &Plan,
         stages: Vec<StageReport>,
     ) -> Report {
         let largest = stages.iter().rev().max_by_key(|stage| stage.peak_bytes);
         let sum = |bytes: fn(&StageMemory) -> u64| {
             stages.iter().fold(0u64, |sum, stage| sum.saturating_add(bytes(&stage.memory)))
         };
-        let fits = |stage: &StageReport| {
-            let needed = if device.unified_memory { stage.peak_bytes } else { stage.memory.predicted.device };
-            needed <= device.memory
-        };
         let chain = Chain {
             largest: largest.map(|stage| stage.name.clone()).unwrap_or_default(),
             peak: largest.map_or(0, |stage| stage.peak_bytes),
             weights_disk: sum(|memory| memory.weights_disk),
             weights_uploaded: sum(|memory| memory.weights_uploaded),
-            fits_device: stages.iter().all(fits),
+            fits_device: stages.iter().all(|stage| stage.peak_bytes <= device.memory),
+            may_stay_loaded: budget.map(|_| plan.may_stay_loaded),
             complete: stages.iter().all(StageReport::complete),
         };
-        Report { name, picture, device, budget, chain, stages }
+        let choices = plan.choices();
+        Report { name, picture, device, budget, choices, chain, stages, decoder_cuts: Vec::new() }
     }
 
     /// The stage with the largest peak.
     pub fn largest(&self) -> Option<&StageReport> {
         self.stages.iter().find(|stage| stage.name == self.chain.largest)
-    }
-
-    /// Refuses if the largest stage does not fit the budget.
-    pub fn check_budget(&self) -> Result<(), OverBudget> {
-        let (Some(budget), Some(stage)) = (self.budget, self.largest()) else { return Ok(()) };
-        if stage.peak_bytes <= budget {
-            return Ok(());
-        }
-        let predicted = stage.memory.predicted;
-        let tensor = stage.memory.largest.first();
-        Err(OverBudget {
-            stage: stage.name.clone(),
-            device: predicted.device,
-            host: predicted.host,
-            budget,
-            tensor: tensor
-                .map(|t| format!("{} {} {}, {}", t.name, dims(&t.shape), t.dtype, ByteSize(t.bytes))),
-            complete: stage.complete(),
-        })
     }
 }
 
@@ -206,21 +197,4 @@ impl Report {
 fn dims(shape: &[usize]) -> String {
     let sizes: Vec<String> = shape.iter().map(usize::to_string).collect();
     format!("[{}]", sizes.join(","))
-}
-
-/// Symbols of all graphs of a bundle, as its manifest lists them, with the stages that have them.
-pub fn bundle_symbols(bundle: &Bundle) -> BTreeMap<String, Vec<String>> {
-    use viaduct_export::bundle::PortDim;
-    let mut symbols: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    for stage in &bundle.manifest.stages {
-        for dim in stage.inputs.iter().flat_map(|port| &port.dims) {
-            if let PortDim::Symbol(name) = dim {
-                let stages = symbols.entry(name.clone()).or_default();
-                if stages.last() != Some(&stage.name) {
-                    stages.push(stage.name.clone());
-                }
-            }
-        }
-    }
-    symbols
 }

@@ -5,7 +5,7 @@ use viaduct_export::{
     memory::{Excess, Limit, Quadratic},
 };
 
-use super::{Report, StageReport, dims};
+use super::{DecoderCuts, Report, StageReport, cuts::remedy, dims};
 use viaduct_export::bytes::ByteSize;
 
 /// Rows of a list that people read; the rest is counted. `--json` has all.
@@ -22,6 +22,7 @@ pub fn table(report: &Report, all: bool) -> String {
         }
         text.push_str(&findings(stage));
     }
+    text.push_str(&decoder_cuts(&report.decoder_cuts));
     // Names come from files.
     text.replace(|c: char| c.is_control() && c != '\n', "\u{fffd}")
 }
@@ -51,7 +52,14 @@ fn headline(report: &Report) -> String {
             _ => "perhaps met: not every tensor's size is known".to_owned(),
         };
         text.push_str(&format!("budget {}: {verdict}\n", ByteSize(budget)));
+        if report.stages.len() > 1 {
+            text.push_str(match report.chain.may_stay_loaded {
+                Some(true) => "all sessions fit it beside each other and may stay loaded\n",
+                _ => "one session at a time: all beside each other do not fit it\n",
+            });
+        }
     }
+    report.choices.iter().for_each(|choice| text.push_str(&format!("set for it: {choice}\n")));
     if !report.chain.fits_device {
         text.push_str(&format!("more than the device's memory of {}\n", ByteSize(device.memory)));
     }
@@ -199,6 +207,23 @@ fn hazard_lines(stage: &StageReport) -> Vec<String> {
         lines.push(format!("  what to do: {} ({})", hazard.remedy, hazard.source));
     }
     lines
+}
+
+fn decoder_cuts(compared: &[DecoderCuts]) -> String {
+    if compared.is_empty() {
+        return String::new();
+    }
+    let mut rows = vec![["cuts", "stages", "peak", "in"].map(str::to_owned)];
+    rows.extend(compared.iter().map(|cuts| {
+        let own = if cuts.own { " (as planned)" } else { "" };
+        let stages = cuts.stages.to_string();
+        [format!("{}{own}", cuts.in_words()), stages, ByteSize(cuts.peak).to_string(), cuts.largest.clone()]
+    }));
+    let mut text = format!("\nthe image decoder, cut before these up blocks\n{}", aligned(&rows));
+    if let Some(cuts) = remedy(compared) {
+        text.push_str(&format!("the decoder fits the budget if exported with --set {}\n", cuts.setting()));
+    }
+    text
 }
 
 /// Columns side by side; the first is left-aligned, the others are right-aligned.
