@@ -9,7 +9,8 @@ use viaduct_export::{
 use crate::{
     atomic_file::FileError,
     pipeline::{dump::DumpError, flux2::Flux2Error, schedule::ScheduleError, size::SizeError},
-    report::{OverBudget, SizesError},
+    plan,
+    report::{self, SizesError},
     runtime::{RuntimeError, Stopped},
     verify::{BarsMissed, VerifyError},
 };
@@ -44,7 +45,7 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     if error.is::<BarsMissed>() {
         return Some(3);
     }
-    if error.is::<OverBudget>() {
+    if error.is::<plan::OverBudget>() || error.is::<report::OverBudget>() {
         return Some(4);
     }
     if error.is::<Stopped>() {

@@ -169,7 +169,7 @@ proptest! {
                 offset += rest % dim * stride;
                 rest /= dim;
             }
-            prop_assert_eq!(usize::from(value), offset);
+            prop_assert_eq!(usize::from(*value), offset);
         }
     }
 
