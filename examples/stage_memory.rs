@@ -4,12 +4,11 @@
 use std::{collections::BTreeMap, error::Error, fs, path::Path, process::ExitCode};
 
 use viaduct::{
-    runtime::{Binding, Device, Provider, Runtime, RuntimeOptions, TensorInfo, lower},
+    runtime::{Binding, Device, Runtime, RuntimeOptions, TensorInfo, lower},
     tensor::{HostTensor, Values},
 };
 use viaduct_export::{
     bundle::Bundle,
-    device::{self, DeviceProfile},
     memory::{BufferCache, StageMemory, analyse},
     onnx::{DType, Dim, read_model},
 };
@@ -29,11 +28,10 @@ fn run(arguments: &[String]) -> Result<(), Box<dyn Error>> {
         return Err("usage: stage_memory BUNDLE STAGE EP RUNS [SYMBOL=SIZE ...]".into());
     };
     let sizes = sizes.iter().map(|s| size(s)).collect::<Result<BTreeMap<_, _>, _>>()?;
-    let bound: Vec<(&str, usize)> = sizes.iter().map(|(name, size)| (name.as_str(), *size)).collect();
     let bundle = Bundle::open(Path::new(bundle))?;
     let mut runtime = Runtime::start(&RuntimeOptions { provider: ep.parse()?, adapter: None })?;
     let started = resident("VmHWM")?;
-    let mut stage = runtime.open_stage(&bundle, name, &Binding { sizes: &bound, exposed: |_| false })?;
+    let mut stage = runtime.open_stage(&bundle, name, &Binding::new(&sizes))?;
     let opened = resident("VmHWM")?;
     let inputs: Vec<(String, HostTensor)> = stage
         .inputs()
@@ -73,24 +71,8 @@ fn predict(
     device: &Device,
 ) -> Result<StageMemory, Box<dyn Error>> {
     let mut model = read_model(&bundle.path(&bundle.stage(name)?.graph)?)?;
-    lower(&mut model, device, sizes, &[])?;
-    let adapter = device.adapter.as_ref();
-    let profile = DeviceProfile {
-        name: device.name.clone(),
-        provider: if device.provider == Provider::Cpu {
-            device::Provider::Cpu
-        } else {
-            device::Provider::WebGpu
-        },
-        unified_memory: true,
-        memory: u64::MAX,
-        f16: device.f16,
-        subgroup_size: device.subgroup_size.unwrap_or(0),
-        max_binding: adapter.map_or(u64::MAX, |a| a.max_storage_buffer_range),
-        max_buffer: u64::MAX,
-        max_storage_buffers: u32::MAX,
-        fused_attention: device.fused_attention,
-    };
+    let profile = device.profile();
+    lower(&mut model, &profile, sizes, &[])?;
     Ok(analyse(&model, sizes, &profile, BufferCache::default()).0)
 }
 
@@ -124,7 +106,7 @@ fn random(input: &TensorInfo, sizes: &BTreeMap<String, usize>) -> Result<HostTen
     let values = match input.dtype {
         DType::F32 => Values::F32((0..count).map(|_| next()).collect()),
         DType::F16 => Values::F16((0..count).map(|_| half::f16::from_f32(next())).collect()),
-        DType::I64 => Values::I64(vec![0; count]),
+        DType::I64 => Values::I64(vec![0; count].into()),
         other => return Err(format!("{}: {other:?} is not fed", input.name)),
     };
     Ok(HostTensor::new(&shape, values))
