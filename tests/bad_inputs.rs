@@ -381,7 +381,7 @@ fn requests() {
 fn a_dump_on_a_full_disk() {
     let good = Good::bundle();
     let directory = good.copy();
-    let mut command = viaduct(directory.path(), &format!("{DRAW} --dump dump --progress none"));
+    let mut command = viaduct(directory.path(), &format!("{DRAW} --in-process --dump dump --progress none"));
     limit_files(&mut command, 8 << 10);
     let output = finish(command);
     assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
@@ -531,7 +531,7 @@ fn bundles() {
             "graph of garbage",
             |d| edit(&d.join("b/vae_pre.onnx"), |b| b.fill(0xA5)),
             1,
-            &["stage vae_pre", "vae_pre.onnx"],
+            &["vae_pre.onnx is not an ONNX model", "vae_pre.onnx"],
         ),
         draw(
             "graph cut and padded",
@@ -542,7 +542,7 @@ fn bundles() {
                 })
             },
             1,
-            &["stage text_encoder"],
+            &["text_encoder.onnx is not an ONNX model"],
         ),
         draw(
             "graph of another stage",

@@ -11,6 +11,7 @@ use viaduct::{
 };
 use viaduct_export::{
     device::DeviceProfile,
+    memory::BufferCache,
     onnx::{DType, Dim, WriteOptions, model_bytes, read_model, write_model},
 };
 
@@ -185,7 +186,7 @@ fn external_weights_may_be_behind_links() {
     for folder in [&real, &linked] {
         let model = read_model(&folder.join("m.onnx")).unwrap();
         let mut runtime = cpu();
-        let mut stage = runtime.open_model("toy", model, Default::default()).unwrap();
+        let mut stage = runtime.open_model("toy", model, BufferCache::default()).unwrap();
         assert_eq!(stage.run(&[("x", &feeds[0].1)], &["y"]).unwrap(), expected);
     }
 }

@@ -36,7 +36,7 @@ const CHECKPOINT: [&str; 2] = ["model_index.json", "transformer/config.json"];
 const DEFAULT_PROFILE: &str = "q8";
 
 /// A report, and whether what it tells of fits the budget.
-type Planned = (Report, Result<(), OverBudget>);
+type Planned = (Report, Result<(), Box<OverBudget>>);
 
 /// Tell what a model will need, without running it: memory, its largest tensors, limits and hazards.
 ///

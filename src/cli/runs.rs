@@ -2,13 +2,16 @@
 
 use std::{
     collections::BTreeMap,
-    env, fs, io,
+    env,
+    ffi::CString,
+    fs::{self, DirBuilder},
+    io,
+    os::unix::{ffi::OsStrExt, fs::DirBuilderExt},
     path::{Path, PathBuf},
     thread,
 };
 
 use anyhow::Context;
-
 use sha2::{Digest, Sha256};
 use sysinfo::System;
 use viaduct_export::{bundle::Bundle, bytes::ByteSize};
@@ -50,6 +53,8 @@ pub fn runs() -> Result<Option<Runs>, UsageError> {
 
 /// Begins the name of a folder for tensors that pass between processes; the number of the process that made it ends it.
 const EXCHANGE: &str = "exchange-";
+/// Bytes that must be free where that folder lies.
+const LEAST_ROOM: u64 = 256 << 20;
 
 /// A folder for the tensors of this process and its workers. It goes when it is dropped, or with a later run if the
 /// process dies.
@@ -58,16 +63,20 @@ pub struct Exchange {
 }
 
 impl Exchange {
-    /// Beside the kept runs, which are on a disk: temporary folders often lie in memory.
+    /// Beside the kept runs, which are on a disk: temporary folders often lie in memory. A disk that is nearly full is
+    /// passed over.
     pub fn create(runs: Option<&Runs>) -> anyhow::Result<Exchange> {
-        let places = runs.map(|runs| runs.root.clone()).into_iter().chain([env::temp_dir().join("viaduct")]);
+        let mut places: Vec<PathBuf> = runs.map(|runs| runs.root.clone()).into_iter().collect();
+        places.push(env::temp_dir().join("viaduct"));
         let mut last = None;
-        for root in places {
+        for root in &places {
             let path = root.join(format!("{EXCHANGE}{}", std::process::id()));
-            match fs::create_dir_all(&root)
-                .and_then(|()| remove_abandoned(&root))
-                .and_then(|()| fs::create_dir(&path))
-            {
+            let created = fs::create_dir_all(root)
+                .and_then(|()| remove_abandoned(root))
+                .and_then(|()| has_room(root))
+                // What is drawn is nobody else's business.
+                .and_then(|()| DirBuilder::new().mode(0o700).create(&path));
+            match created {
                 Ok(()) => return Ok(Exchange { path }),
                 Err(e) => last = Some((path, e)),
             }
@@ -84,6 +93,23 @@ impl Exchange {
 impl Drop for Exchange {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.path);
+    }
+}
+
+/// Refuses a disk on which the tensors between two stages of a large picture find no room.
+fn has_room(folder: &Path) -> io::Result<()> {
+    let path = CString::new(folder.as_os_str().as_bytes())?;
+    // SAFETY: all zeros are a value of the plain structure, which the call fills; the path ends with a zero.
+    let disk = unsafe {
+        let mut disk: libc::statvfs = std::mem::zeroed();
+        if libc::statvfs(path.as_ptr(), &mut disk) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        disk
+    };
+    match disk.f_bavail.saturating_mul(disk.f_frsize) {
+        0..LEAST_ROOM => Err(io::ErrorKind::StorageFull.into()),
+        _ => Ok(()),
     }
 }
 
@@ -137,11 +163,19 @@ fn device_identity(device: &Device, plan: &Plan) -> BTreeMap<String, String> {
         ("fused attention", device.fused_attention.to_string()),
         ("ONNX Runtime", device.ort_version.clone()),
         ("WebGPU plugin", device.plugin_version.clone().unwrap_or_default()),
-        // Chunks of other sizes add up in another order.
-        ("settings", plan.choices().join("; ")),
+        ("settings", chunks(plan)),
         ("processor", format!("{}, {threads} threads", processor())),
     ];
     pairs.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}
+
+/// The stages whose attention goes in smaller chunks, which add up in another order. The budget that led to them is not
+/// told: it differs from one run to the next, and does not change the picture.
+fn chunks(plan: &Plan) -> String {
+    let halved = plan.stages.iter().filter(|stage| stage.settings.halvings > 0);
+    let halved: Vec<_> =
+        halved.map(|stage| format!("{}: chunks 1/{}", stage.name, 1u32 << stage.settings.halvings)).collect();
+    halved.join("; ")
 }
 
 fn processor() -> String {

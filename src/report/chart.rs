@@ -197,14 +197,9 @@ mod tests {
     #[test]
     fn every_stage_has_its_name_and_peak() {
         let svg = to_svg(&chart(&report(Some(6 << 30))));
-        for text in [
-            "text_encoder",
-            "a_stage_whose_name_is...",
-            "2.29 GiB",
-            "5.00 GiB",
-            "budget 6.00 GiB",
-            "dasharray",
-        ] {
+        for text in
+            ["text_encoder", "a_stage_whose_name_is...", "2.3 GiB", "5 GiB", "budget 6 GiB", "dasharray"]
+        {
             assert!(svg.contains(text), "{text}: {svg}");
         }
         assert!(to_png(&chart(&report(None))).is_ok());
@@ -213,7 +208,7 @@ mod tests {
     #[test]
     fn a_far_budget_is_told_and_not_drawn() {
         let svg = to_svg(&chart(&report(Some(600 << 30))));
-        assert!(svg.contains("budget 600.00 GiB (above)") && !svg.contains("dasharray"));
+        assert!(svg.contains("budget 600 GiB (above)") && !svg.contains("dasharray"));
     }
 
     #[test]

@@ -122,7 +122,8 @@ impl Drop for Process {
     }
 }
 
-/// Runs in the child before its program: it must not outlive its parent, and leaves Ctrl-C to it.
+/// Runs in the child before its program: it must not outlive its parent, and leaves to it the signals that end a whole
+/// group of processes. A child that such a signal ended first would look like one that crashed.
 fn bind_to_parent(parent: u32) -> std::io::Result<()> {
     // SAFETY: system calls of this process alone.
     unsafe {
@@ -133,8 +134,9 @@ fn bind_to_parent(parent: u32) -> std::io::Result<()> {
         if libc::getppid() as u32 != parent {
             libc::_exit(1);
         }
-        libc::signal(libc::SIGINT, libc::SIG_IGN);
-        libc::signal(libc::SIGTERM, libc::SIG_DFL);
+        for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+            libc::signal(signal, libc::SIG_IGN);
+        }
     }
     Ok(())
 }
