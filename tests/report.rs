@@ -339,7 +339,7 @@ fn what_does_not_fit_is_told_with_the_nearest_size_that_does() {
     let nearest = told.trim().rsplit("; ").next().unwrap().strip_suffix(" fits").unwrap();
     let (width, height) = nearest.split_once('x').unwrap();
     let [width, height] = [width, height].map(|side| side.parse::<usize>().unwrap());
-    assert!(width >= 512 && width < 1024 && width.abs_diff(2 * height) <= 128, "{told}");
+    assert!((512..1024).contains(&width) && width.abs_diff(2 * height) <= 128, "{told}");
     // A model's size is named as it is typed.
     let file = File::new(&scores(tokens()));
     let (code, told) = refusal(&file.1, "--device llvmpipe --dim tokens=16384 --budget 1GiB");
