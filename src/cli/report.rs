@@ -122,7 +122,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     } else {
         table(&report, arguments.stage.is_some())
     })?;
-    Ok(fits?)
+    Ok(fits.map_err(|over| *over)?)
 }
 
 fn usage(message: String) -> anyhow::Error {

@@ -30,6 +30,7 @@ pub fn viaduct(directory: &Path, arguments: &str) -> Command {
     command.current_dir(directory).args(arguments.split_whitespace()).env("RUST_BACKTRACE", "1");
     // What a run keeps has tests of its own.
     command.env("VIADUCT_RUNS_LIMIT", "0");
+    command.env("VIADUCT_RUNS", Path::new(env!("CARGO_TARGET_TMPDIR")).join("runs"));
     if std::env::var_os("VIADUCT_RUNTIME").is_none() {
         command.env("VIADUCT_RUNTIME", root().join("runtime"));
     }
