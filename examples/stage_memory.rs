@@ -1,17 +1,22 @@
-//! `stage_memory BUNDLE STAGE EP RUNS [SYMBOL=SIZE ...]`: runs one stage of a bundle in this process and prints the peak
-//! of its resident memory (VmHWM, pages of mapped files included), as JSON. `tools/memory` compares it with the prediction.
+//! `stage_memory BUNDLE STAGE EP RUNS [--hide INPUT] [SYMBOL=SIZE ...]`: runs one stage of a bundle in this process and
+//! prints the peak of its resident memory (VmHWM, pages of mapped files included) beside the predicted one, as JSON.
+//! `--hide` puts a product of all rows of an input [1,rows,columns] with each other into the graph, which no output shows.
 
-use std::{collections::BTreeMap, error::Error, fs, path::Path, process::ExitCode};
+use std::{error::Error, fs, path::Path, process::ExitCode};
 
 use viaduct::{
-    runtime::{Binding, Device, Runtime, RuntimeOptions, TensorInfo, lower},
+    runtime::{Runtime, RuntimeOptions, Stage, TensorInfo, lower},
     tensor::{HostTensor, Values},
 };
 use viaduct_export::{
     bundle::Bundle,
+    device::DeviceProfile,
     memory::{BufferCache, StageMemory, analyse},
-    onnx::{DType, Dim, read_model},
+    onnx::{Attribute, DType, Dim, Graph, Model, Node, Tensor, ValueId, read_model},
+    shapes::Sizes,
 };
+
+const USAGE: &str = "usage: stage_memory BUNDLE STAGE EP RUNS [--hide INPUT] [SYMBOL=SIZE ...]";
 
 fn main() -> ExitCode {
     match run(&std::env::args().skip(1).collect::<Vec<_>>()) {
@@ -24,33 +29,48 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &[String]) -> Result<(), Box<dyn Error>> {
-    let [bundle, name, ep, runs, sizes @ ..] = arguments else {
-        return Err("usage: stage_memory BUNDLE STAGE EP RUNS [SYMBOL=SIZE ...]".into());
+    let [bundle, name, ep, runs, rest @ ..] = arguments else { return Err(USAGE.into()) };
+    let (hidden, sizes) = match rest {
+        [option, input, sizes @ ..] if option == "--hide" => (Some(input), sizes),
+        sizes => (None, sizes),
     };
-    let sizes = sizes.iter().map(|s| size(s)).collect::<Result<BTreeMap<_, _>, _>>()?;
+    let sizes = sizes.iter().map(|s| size(s)).collect::<Result<Sizes, _>>()?;
     let bundle = Bundle::open(Path::new(bundle))?;
     let mut runtime = Runtime::start(&RuntimeOptions { provider: ep.parse()?, adapter: None })?;
-    let started = resident("VmHWM")?;
-    let mut stage = runtime.open_stage(&bundle, name, &Binding::new(&sizes))?;
-    let opened = resident("VmHWM")?;
-    let inputs: Vec<(String, HostTensor)> = stage
-        .inputs()
-        .iter()
-        .map(|input| Ok((input.name.clone(), random(input, &sizes)?)))
-        .collect::<Result<_, String>>()?;
-    let given: Vec<(&str, &HostTensor)> =
-        inputs.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
-    let outputs: Vec<String> = stage.outputs().iter().map(|o| o.name.clone()).collect();
-    let outputs: Vec<&str> = outputs.iter().map(String::as_str).collect();
-    for _ in 0..runs.parse()? {
-        stage.run(&given, &outputs)?;
-    }
-    let peak = resident("VmHWM")?;
+    let profile = runtime.device().profile();
+    let graph = || -> Result<Model, Box<dyn Error>> {
+        let mut model = read_model(&bundle.path(&bundle.stage(name)?.graph)?)?;
+        if let Some(input) = hidden {
+            hide_square(&mut model.graph, input)?;
+        }
+        lower(&mut model, &profile, &sizes, &[])?;
+        Ok(model)
+    };
+    let mut stage = runtime.open_model(name, graph()?, BufferCache::default())?;
+    draw(&mut stage, runs.parse()?, &sizes)?;
+    let peak = resident_peak()?;
     drop(stage);
-    let memory = predict(&bundle, name, &sizes, runtime.device())?;
-    let figures = serde_json::json!({
-        "started": started,
-        "opened": opened,
+    println!("{}", figures(&graph()?, &sizes, &profile, peak));
+    viaduct::runtime::exit(0)
+}
+
+/// Runs the stage over random inputs.
+fn draw(stage: &mut Stage<'_>, runs: usize, sizes: &Sizes) -> Result<(), Box<dyn Error>> {
+    let inputs = stage.inputs().iter().map(|input| Ok((input.name.clone(), random(input, sizes)?)));
+    let inputs: Vec<(String, HostTensor)> = inputs.collect::<Result<_, String>>()?;
+    let inputs: Vec<(&str, &HostTensor)> =
+        inputs.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    let outputs: Vec<String> = stage.outputs().iter().map(|output| output.name.clone()).collect();
+    let outputs: Vec<&str> = outputs.iter().map(String::as_str).collect();
+    for _ in 0..runs {
+        stage.run(&inputs, &outputs)?;
+    }
+    Ok(())
+}
+
+fn figures(model: &Model, sizes: &Sizes, device: &DeviceProfile, peak: u64) -> serde_json::Value {
+    let memory: StageMemory = analyse(model, sizes, device, BufferCache::default()).0;
+    serde_json::json!({
         "peak": peak,
         "predicted": memory.predicted.total(),
         "device": memory.predicted.device,
@@ -58,22 +78,41 @@ fn run(arguments: &[String]) -> Result<(), Box<dyn Error>> {
         "weights": memory.weights_uploaded,
         "live": memory.peak.map(|peak| memory.timeline[peak].live),
         "unknown": memory.unknown,
-    });
-    println!("{figures}");
-    viaduct::runtime::exit(0)
+    })
 }
 
-/// The prediction for the graph as this device runs it.
-fn predict(
-    bundle: &Bundle,
-    name: &str,
-    sizes: &BTreeMap<String, usize>,
-    device: &Device,
-) -> Result<StageMemory, Box<dyn Error>> {
-    let mut model = read_model(&bundle.path(&bundle.stage(name)?.graph)?)?;
-    let profile = device.profile();
-    lower(&mut model, &profile, sizes, &[])?;
-    Ok(analyse(&model, sizes, &profile, BufferCache::default()).0)
+/// Puts `x + 0 * (x x^T) x` in the place of an input x [1,rows,columns].
+fn hide_square(graph: &mut Graph, input: &str) -> Result<(), String> {
+    let x = graph.find(input).filter(|id| graph.inputs.contains(id)).ok_or("no such input to hide behind")?;
+    let mut readers: Vec<(_, Node)> = graph.nodes().map(|(id, node)| (id, node.clone())).collect();
+    let zero = graph.add_constant("hidden/zero", Tensor::from_f32(&[], &[0.0]));
+    let mut nodes = Vec::new();
+    let mut op = |op_type: &str, inputs: &[ValueId], attributes: Vec<(String, Attribute)>| {
+        let name = format!("hidden/{}", nodes.len());
+        let output = graph.value(&name);
+        let inputs = inputs.iter().copied().map(Some).collect();
+        let op_type = op_type.to_owned();
+        nodes.push(Node {
+            op_type,
+            name,
+            inputs,
+            outputs: vec![Some(output)],
+            attributes,
+            ..Node::default()
+        });
+        output
+    };
+    let transposed = op("Transpose", &[x], vec![("perm".to_owned(), Attribute::Ints(vec![0, 2, 1]))]);
+    let square = op("MatMul", &[x, transposed], Vec::new());
+    let rows = op("MatMul", &[square, x], Vec::new());
+    let nothing = op("Mul", &[rows, zero], Vec::new());
+    let same = op("Add", &[x, nothing], Vec::new());
+    for (place, (id, node)) in readers.iter_mut().enumerate() {
+        node.inputs.iter_mut().filter(|input| **input == Some(x)).for_each(|input| *input = Some(same));
+        let before = if place == 0 { std::mem::take(&mut nodes) } else { Vec::new() };
+        graph.replace_node(*id, before.into_iter().chain([node.clone()]).collect());
+    }
+    Ok(())
 }
 
 fn size(text: &str) -> Result<(String, usize), Box<dyn Error>> {
@@ -82,15 +121,15 @@ fn size(text: &str) -> Result<(String, usize), Box<dyn Error>> {
 }
 
 /// Bytes, from this process's status.
-fn resident(field: &str) -> Result<u64, Box<dyn Error>> {
+fn resident_peak() -> Result<u64, Box<dyn Error>> {
     let status = fs::read_to_string("/proc/self/status")?;
-    let line = status.lines().find(|line| line.starts_with(field)).ok_or("no such field")?;
+    let line = status.lines().find(|line| line.starts_with("VmHWM")).ok_or("no VmHWM")?;
     let kilobytes: u64 = line.split_whitespace().nth(1).ok_or("no number")?.parse()?;
     Ok(kilobytes << 10)
 }
 
 /// Values in -1..1, or token ids.
-fn random(input: &TensorInfo, sizes: &BTreeMap<String, usize>) -> Result<HostTensor, String> {
+fn random(input: &TensorInfo, sizes: &Sizes) -> Result<HostTensor, String> {
     let size = |dim: &Dim| match dim {
         Dim::Fixed(size) => Ok(*size),
         Dim::Symbol(name) => sizes.get(name).copied().ok_or_else(|| format!("no size for {name}")),

@@ -94,6 +94,14 @@ memory() {
     rm -r "$work/synthetic" "$work/synthetic-q8"
 }
 
+# Predicted against measured peak of every stage, up to 3 GiB.
+prediction() {
+    check 'bundles for the memory model' env VIADUCT="$viaduct" tools/memory/bundles.sh "$work/memory"
+    check 'the program that runs one stage' cargo build --release --example stage_memory
+    check 'predicted peak memory within 15 %' python3 tools/memory/compare.py "$work/memory" --ep "${eps[@]}"
+    rm -r "$work/memory"
+}
+
 klein_emoji
 procedural flux2-a 1,3,4 40
 procedural flux2-b 2,3 24
@@ -105,4 +113,5 @@ export_ klein-emoji-again bundles/klein-emoji/source --profile q8
 check 'two exports are equal' diff -r "$work/klein-emoji-q8" "$work/klein-emoji-again"
 check 'SHA-256 of every file' "$viaduct" inspect "$work/klein-emoji-again" --hashes
 memory
+prediction
 check 'ONNX models beyond 2 GiB' cargo test --release -p viaduct-export --test onnx_large -- --ignored

@@ -126,7 +126,8 @@ impl Runtime {
                 BufferCache::Disabled => "disabled",
             };
             // A freed buffer is reused only after the commands that may use it are submitted, so that many commands per
-            // submission (16 by default) mean many buffers: 1.4 GB for a decoder block that takes 0.8 so, in the same time.
+            // submission (16 by default) mean many buffers. On an H200 a decoder block takes 8.6 GiB with 16, 4.6 with 4
+            // and 2.8 with 1, in the same time; a transformer step 5.1, 4.1 and 3.5 GiB in 193, 195 and 200 ms.
             let option = |key: &str, value: &str| (format!("{}.{key}", env::WEBGPU), value.to_owned());
             let options = [
                 option("storageBufferCacheMode", mode),

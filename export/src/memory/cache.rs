@@ -51,7 +51,9 @@ impl Pool {
     pub fn give(&mut self, bytes: u64) {
         let size = self.size(bytes);
         match self.policy {
-            Policy::Immediate | Policy::Cached(BufferCache::Disabled) => self.held -= size,
+            Policy::Immediate | Policy::Cached(BufferCache::Disabled) => {
+                self.held = self.held.saturating_sub(size)
+            }
             Policy::Cached(_) => self.waiting.push(size),
         }
     }
@@ -71,7 +73,7 @@ impl Pool {
         for size in std::mem::take(&mut self.waiting) {
             match self.policy {
                 Policy::Cached(BufferCache::Simple) => *self.free.entry(size).or_default() += 1,
-                _ => self.held -= size,
+                _ => self.held = self.held.saturating_sub(size),
             }
         }
     }

@@ -1,5 +1,7 @@
 //! From steps to a timeline: what is alive, and what the provider holds.
 
+use std::collections::HashSet;
+
 use super::{
     Moment,
     cache::Pool,
@@ -36,14 +38,14 @@ pub(super) fn timeline(graph: &Graph, program: &Program, mut pool: Pool) -> Vec<
             for buffer in &step.makes {
                 pool.take(program.buffers[*buffer]);
             }
-            live += total(program, &step.makes);
+            live = live.saturating_add(total(program, &step.makes));
             pool.dispatch(step.dispatches);
             let moment = &mut moments[step.moment];
             moment.live = moment.live.max(live);
             moment.held = moment.held.max(pool.held());
             for buffer in ending(step, &last, index) {
                 pool.give(program.buffers[buffer]);
-                live -= program.buffers[buffer];
+                live = live.saturating_sub(program.buffers[buffer]);
             }
         }
         // Outputs are read back, which waits for everything.
@@ -68,7 +70,8 @@ fn ending(step: &Step, last: &[usize], index: usize) -> Vec<BufferId> {
 /// Outputs of the graph that are not its inputs, each once.
 fn made_outputs(program: &Program) -> Vec<BufferId> {
     let mut outputs = program.outputs.clone();
-    outputs.retain(|buffer| !program.inputs.contains(buffer));
+    let inputs: HashSet<BufferId> = program.inputs.iter().copied().collect();
+    outputs.retain(|buffer| !inputs.contains(buffer));
     outputs.sort_unstable();
     outputs.dedup();
     outputs
@@ -91,5 +94,5 @@ fn fill_views(moments: &mut [Moment], program: &Program) {
 }
 
 fn total(program: &Program, buffers: &[BufferId]) -> u64 {
-    buffers.iter().map(|buffer| program.buffers[*buffer]).sum()
+    buffers.iter().map(|buffer| program.buffers[*buffer]).fold(0, u64::saturating_add)
 }

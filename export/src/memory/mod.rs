@@ -89,7 +89,7 @@ pub struct Predicted {
 
 impl Predicted {
     pub fn total(self) -> u64 {
-        self.device + self.host
+        self.device.saturating_add(self.host)
     }
 }
 

@@ -3,7 +3,7 @@
 //! The graph that ONNX Runtime runs is not the graph of the file. What changes the set of tensors is repeated here:
 //! constants are folded, SiLU becomes one kernel, convolutions work in a layout of their own, views share a buffer.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::{
     kernels::{self, Kernel, Layout},
@@ -49,6 +49,8 @@ struct Writer<'g> {
     provider: Provider,
     /// How many nodes read a value; a graph output counts as one more.
     readers: HashMap<ValueId, usize>,
+    last_reader: HashMap<ValueId, NodeId>,
+    outputs: HashSet<ValueId>,
     /// Where a value lies. Constants and values of unknown size are nowhere.
     places: HashMap<ValueId, BufferId>,
     /// Reads of each buffer that are still to come.
@@ -61,8 +63,14 @@ impl Program {
     pub fn of(model: &Model, shapes: &Shapes, provider: Provider) -> Program {
         let graph = &model.graph;
         let mut readers: HashMap<ValueId, usize> = HashMap::new();
-        let read = graph.nodes().flat_map(|(_, node)| node.inputs.iter().flatten());
-        for id in read.chain(&graph.outputs) {
+        let mut last_reader = HashMap::new();
+        for (node_id, node) in graph.nodes() {
+            for id in node.inputs.iter().flatten() {
+                *readers.entry(*id).or_default() += 1;
+                last_reader.insert(*id, node_id);
+            }
+        }
+        for id in &graph.outputs {
             *readers.entry(*id).or_default() += 1;
         }
         let constants = graph.values().filter(|(_, value)| value.constant.is_some());
@@ -72,6 +80,8 @@ impl Program {
             planned: Planned::of(model),
             provider,
             readers,
+            last_reader,
+            outputs: graph.outputs.iter().copied().collect(),
             places: HashMap::new(),
             uses: Vec::new(),
             constants: constants.map(|(id, _)| (id, false)).collect(),
@@ -142,7 +152,7 @@ impl Writer<'_> {
         let ([Some(input), ..], [Some(output), ..]) = (&node.inputs[..], &node.outputs[..]) else {
             return false;
         };
-        if self.graph.outputs.contains(output) || self.constants.contains_key(input) {
+        if self.outputs.contains(output) || self.constants.contains_key(input) {
             return false;
         }
         if let Some(place) = self.places.get(input).copied() {
@@ -158,10 +168,10 @@ impl Writer<'_> {
         else {
             return None;
         };
-        let reader =
-            |n: &Node| n.op_type == "Mul" && n.inputs.contains(&Some(*gate)) && n.inputs.contains(&Some(*x));
+        let reader = &self.graph[*self.last_reader.get(gate)?];
         let once = self.readers.get(gate) == Some(&1);
-        (once && self.graph.nodes().any(|(_, n)| reader(n))).then_some(())
+        let product = reader.op_type == "Mul" && reader.inputs.contains(&Some(*x));
+        (once && product).then_some(())
     }
 
     fn plain(&mut self, node: &Node, kernel: &Kernel) {
@@ -183,7 +193,7 @@ impl Writer<'_> {
     /// graph, and the output is none of its outputs.
     fn overwritten(&self, node: &Node, kernel: &Kernel) -> Option<(ValueId, BufferId)> {
         let [Some(output)] = node.outputs[..] else { return None };
-        if self.graph.outputs.contains(&output) {
+        if self.outputs.contains(&output) {
             return None;
         }
         let candidates =
