@@ -368,7 +368,7 @@ fn requests() {
         ),
         to("where nobody writes", "-o /proc/out.png", |_| (), 1, &["/proc"]),
         to("missing noise", "-o new/out.png --noise n.npy", |_| (), 1, &["n.npy"]),
-        to("full disk", "-o out.png", |_| (), 1, &["out.png", "File too large"])
+        to("full disk", "-o out.png --in-process", |_| (), 1, &["out.png", "File too large"])
             .with(|command| limit_files(command, 100)),
         to("dump below a file", "-o out.png --dump file/d", |d| put(&d.join("file"), ""), 1, &["file/d"]),
         to("dump where nobody writes", "-o out.png --dump /proc/viaduct", |_| (), 1, &["/proc/viaduct"]),

@@ -4,7 +4,7 @@ use std::{
     fs::File,
     io::{self, BufRead, BufReader, Write},
     os::fd::{AsRawFd, FromRawFd},
-    path::PathBuf,
+    path::Path,
 };
 
 use viaduct_export::{bundle::Bundle, memory::BufferCache, shapes::Sizes};
@@ -23,7 +23,7 @@ const MISBEHAVIOUR: &str = "VIADUCT_TEST_WORKER";
 pub fn serve() -> io::Result<()> {
     let mut parent = Parent::connect()?;
     let Some(Request::Start { options, fused_attention, exchange }) = parent.next()? else { return Ok(()) };
-    let mut exchange = Exchange::new(&exchange, &format!("c{}-", std::process::id()));
+    let mut exchange = Exchange::new(Path::new(&exchange), &format!("c{}-", std::process::id()));
     let mut runtime = match start(&options, fused_attention) {
         Ok(runtime) => runtime,
         Err(e) => return parent.fail(&e),
@@ -56,7 +56,7 @@ fn start(options: &RuntimeOptions, fused_attention: Option<bool>) -> Result<Runt
 
 /// What the parent wants opened.
 struct Open {
-    bundle: PathBuf,
+    bundle: String,
     stage: String,
     sizes: Sizes,
     exposed: Vec<String>,
@@ -67,7 +67,7 @@ struct Open {
 impl Open {
     fn stage<'r>(&self, runtime: &'r mut Runtime) -> Result<Stage<'r>, RuntimeError> {
         peak::restart();
-        let bundle = Bundle::open(&self.bundle)?;
+        let bundle = Bundle::open(Path::new(&self.bundle))?;
         let exposed: Vec<&str> = self.exposed.iter().map(String::as_str).collect();
         let binding = Binding {
             sizes: &self.sizes,

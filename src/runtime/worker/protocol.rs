@@ -1,6 +1,6 @@
 //! What parent and child say to each other: one JSON object per line.
 
-use std::{collections::BTreeMap, path::PathBuf};
+use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use viaduct_export::{memory::BufferCache, shapes::Sizes};
@@ -16,10 +16,10 @@ pub(super) enum Request {
         options: RuntimeOptions,
         /// What an earlier child's self-test found.
         fused_attention: Option<bool>,
-        exchange: PathBuf,
+        exchange: String,
     },
     Open {
-        bundle: PathBuf,
+        bundle: String,
         stage: String,
         sizes: Sizes,
         exposed: Vec<String>,

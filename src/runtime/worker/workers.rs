@@ -134,7 +134,10 @@ fn start_child(
     exchange: &Path,
 ) -> Result<(Process, Device), RuntimeError> {
     let mut child = Process::start()?;
-    let request = Request::Start { options: options.clone(), fused_attention, exchange: exchange.to_owned() };
+    let folder = exchange.to_str().ok_or_else(|| RuntimeError::WorkerUnusable {
+        problem: format!("cannot use {}, whose name is not UTF-8; set VIADUCT_RUNS", exchange.display()),
+    })?;
+    let request = Request::Start { options: options.clone(), fused_attention, exchange: folder.to_owned() };
     match child.ask(&request, None) {
         Ok(Reply::Started { device }) => Ok((child, *device)),
         Ok(Reply::Failed { message, exit_code }) => Err(RuntimeError::Worker { message, exit_code }),
@@ -155,12 +158,19 @@ impl Executor for Workers {
         name: &str,
         binding: &Binding<'_>,
     ) -> Result<Box<dyn Session + 'r>, RuntimeError> {
+        let folder = bundle.folder.to_str().ok_or_else(|| RuntimeError::Open {
+            stage: name.to_owned(),
+            reason: format!(
+                "{}: the name is not UTF-8, as ONNX Runtime needs it; rename it",
+                bundle.folder.display()
+            ),
+        })?;
         self.child_for(bundle.stage(name)?.component())?;
         if let Some(child) = &mut self.child {
             child.begin_stage(self.watchdog.as_ref(), name, binding.planned.unwrap_or(0));
         }
         let request = Request::Open {
-            bundle: bundle.folder.clone(),
+            bundle: folder.to_owned(),
             stage: name.to_owned(),
             sizes: binding.sizes.clone(),
             exposed: binding.exposed.iter().map(|prefix| (*prefix).to_owned()).collect(),
