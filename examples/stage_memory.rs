@@ -2,10 +2,10 @@
 //! prints the peak of its resident memory (VmHWM, pages of mapped files included) beside the predicted one, as JSON.
 //! `--hide` puts a product of all rows of an input [1,rows,columns] with each other into the graph, which no output shows.
 
-use std::{error::Error, fs, path::Path, process::ExitCode};
+use std::{error::Error, path::Path, process::ExitCode};
 
 use viaduct::{
-    runtime::{Runtime, RuntimeOptions, Stage, TensorInfo, lower},
+    runtime::{Runtime, RuntimeOptions, Stage, TensorInfo, lower, memory::MemorySource},
     tensor::{HostTensor, Values},
 };
 use viaduct_export::{
@@ -120,12 +120,10 @@ fn size(text: &str) -> Result<(String, usize), Box<dyn Error>> {
     Ok((name.to_owned(), size.parse()?))
 }
 
-/// Bytes, from this process's status.
+/// Bytes.
 fn resident_peak() -> Result<u64, Box<dyn Error>> {
-    let status = fs::read_to_string("/proc/self/status")?;
-    let line = status.lines().find(|line| line.starts_with("VmHWM")).ok_or("no VmHWM")?;
-    let kilobytes: u64 = line.split_whitespace().nth(1).ok_or("no number")?.parse()?;
-    Ok(kilobytes << 10)
+    let process = MemorySource::at("/").process(std::process::id());
+    Ok(process.ok_or("the system tells nothing of this process")?.peak)
 }
 
 /// Values in -1..1, or token ids.

@@ -1,10 +1,15 @@
-//! Opening files that others made: regular ones only, and never more of one than its reader is ready for.
+//! Files that others made: opened if they are regular ones, never read beyond what the reader is ready for, and checked.
 
 use std::{
     fs::{self, File},
     io::{self, Read},
     path::Path,
 };
+
+/// Bytes as people write checksums: two lower-case digits each.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
 
 /// Opens a regular file (a link to one counts) and tells its size. A pipe would block for ever, a device has no end.
 pub fn open_regular(path: &Path) -> io::Result<(File, u64)> {

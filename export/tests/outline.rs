@@ -245,7 +245,7 @@ fn recipes_ask_for_the_published_tensors() {
 #[test]
 fn a_full_size_model_has_its_sizes_and_lengths() {
     let outline = outline("flux2-klein-4b", "q4", &[]).unwrap();
-    let request = SizesRequest { width: 1024, height: 1024, steps: 4, attention_rows: None };
+    let request = SizesRequest { width: 1024, height: 1024, steps: 4, halvings: 0 };
     let sizes = outline.sizes(&request).unwrap();
     assert_eq!((sizes["image_seq"], sizes["joint_seq"], sizes["kv_rows"]), (4096, 4608, 16384));
     let transformer = outline.model("transformer").unwrap();
@@ -257,7 +257,7 @@ fn a_full_size_model_has_its_sizes_and_lengths() {
 #[test]
 fn illegal_pictures_have_no_sizes() {
     let outline = outline("flux2-klein-4b", "q8", &[]).unwrap();
-    let legal = SizesRequest { width: 1024, height: 1024, steps: 4, attention_rows: Some(64) };
+    let legal = SizesRequest { width: 1024, height: 1024, steps: 4, halvings: 4 };
     assert_eq!(outline.sizes(&legal).unwrap()["chunk_rows"], 64);
     let refused = |request: SizesRequest| outline.sizes(&request).unwrap_err();
     for width in [0, 1000, 16400, usize::MAX] {
@@ -268,8 +268,6 @@ fn illegal_pictures_have_no_sizes() {
     for steps in [0, MAX_STEPS + 1, usize::MAX] {
         assert!(matches!(refused(SizesRequest { steps, ..legal }), SizesError::Steps { .. }));
     }
-    let none = SizesRequest { attention_rows: Some(0), ..legal };
-    assert!(matches!(refused(none), SizesError::AttentionRows));
 }
 
 /// Only the places where one stage ends differ: every weight of the decoder is there once.

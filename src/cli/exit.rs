@@ -75,7 +75,7 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
 
 fn sizes_code(error: &SizesError) -> u8 {
     match error {
-        SizesError::Picture(_) | SizesError::Steps { .. } | SizesError::AttentionRows => USAGE,
+        SizesError::Picture(_) | SizesError::Steps { .. } => USAGE,
         _ => FAILED,
     }
 }

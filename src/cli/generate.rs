@@ -10,10 +10,11 @@ use std::{
 
 use anyhow::Context;
 use clap::Args;
+use serde::Serialize;
 use viaduct_export::{arch::SizesRequest, bundle::Bundle};
 
 use super::{
-    DeviceArguments, ProgressArguments,
+    DeviceArguments, ProgressArguments, SizeArguments,
     exit::UsageError,
     interrupt::{exit_code, on_interrupt},
     memory::MemoryArguments,
@@ -28,11 +29,13 @@ use crate::{
     pipeline::{
         dump::Dump,
         event::{Event, Listener},
-        flux2::{Flux2, Noise, Request, Run, StagePeak, Watch},
+        flux2::{Flux2, Noise, Request},
         image::{Picture, Provenance, check_finite},
         probe::{NoProbe, Probe},
+        run::{Run, Watch},
         run_folder::{Earlier, NoiseIdentity, RunFolder},
-        size::{Size, TypedSize},
+        runs::Runs,
+        size::Size,
     },
     plan::Plan,
     runtime::{Device, Executor, exit},
@@ -56,15 +59,8 @@ pub struct Arguments {
     /// PNG file to write
     #[arg(short, long, value_name = "FILE")]
     out: PathBuf,
-    /// Width in pixels, a multiple of 16 for FLUX.2; the model's own size by default
-    #[arg(long)]
-    width: Option<usize>,
-    /// Height in pixels
-    #[arg(long)]
-    height: Option<usize>,
-    /// Width and height at once
-    #[arg(long, value_name = "WxH", conflicts_with_all = ["width", "height"])]
-    size: Option<TypedSize>,
+    #[command(flatten)]
+    size: SizeArguments,
     /// Seed of the noise; drawn and printed if absent
     #[arg(long)]
     seed: Option<u64>,
@@ -109,7 +105,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let mut request = request(arguments, &flux2)?;
     check_writable(arguments)?;
     let mut progress = Progress::new(arguments.progress.progress);
-    let exchange = Exchange::create(runs()?.as_ref())?;
+    let runs = runs()?;
+    let exchange = Exchange::create(runs.as_ref())?;
     let mut executor = executor(arguments, &exchange, &mut progress)?;
     let plan = arguments.memory.plan(
         &bundle,
@@ -118,7 +115,14 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         arguments.force,
         &mut progress,
     )?;
-    let folder = run_folder(arguments, &mut request, &bundle, (executor.device(), &plan), &mut progress)?;
+    let kept = runs.filter(|_| arguments.dump.is_none());
+    let folder = match kept {
+        Some(runs) => {
+            let place = (&bundle, executor.device(), &plan);
+            run_folder(arguments, &mut request, &runs, place, &mut progress)
+        }
+        None => RunFolder::none(),
+    };
     announce(&request, &mut progress);
 
     let existing = if arguments.force { Existing::Replace } else { Existing::Keep };
@@ -129,11 +133,11 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         None => &mut nothing,
     };
     let place = stop_on_interrupt(&progress, folder.path().is_some(), &exchange)?;
-    let mut listener = Tracked { progress, place, stop: StopAt::from_environment() };
+    let mut listener = Tracked { progress, place, memory: Vec::new(), stop: StopAt::from_environment() };
     let watch = Watch::new(&mut listener, probe);
     let mut run = Run { executor: &mut *executor, plan: Some(&plan), watch, folder };
     let image = flux2.draw(&request, &mut run)?;
-    let (nodes, memory, folder) = (run.watch.nodes, run.watch.memory, run.folder);
+    let (nodes, folder) = (run.watch.nodes, run.folder);
     let picture = Picture::from_tensor(&image)?;
     if let Some(dump) = dump {
         dump.finish(&image)?;
@@ -143,6 +147,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     write_picture(&arguments.out, existing, folder.id(), &png)?;
     let resumed_from = folder.resumed_from().map(str::to_owned);
     folder.finish(&mut listener);
+    let memory = std::mem::take(&mut listener.memory);
     drop(listener);
     let made =
         Made { nodes: &nodes, memory: &memory, resumed_from, seconds: started.elapsed().as_secs_f64() };
@@ -165,26 +170,25 @@ fn executor(
 
 fn picture(request: &Request) -> SizesRequest {
     let (width, height) = (request.size.width(), request.size.height());
-    SizesRequest { width, height, steps: request.steps, attention_rows: None }
+    SizesRequest { width, height, steps: request.steps, halvings: 0 }
 }
 
 /// The folder in which this command's run is kept. A seed that an interrupted run drew is taken over into the request.
 fn run_folder(
     arguments: &Arguments,
     request: &mut Request,
-    bundle: &Bundle,
-    (device, plan): (&Device, &Plan),
+    runs: &Runs,
+    (bundle, device, plan): (&Bundle, &Device, &Plan),
     progress: &mut Progress,
-) -> anyhow::Result<RunFolder> {
-    let Some(runs) = runs()?.filter(|_| arguments.dump.is_none()) else { return Ok(RunFolder::none()) };
+) -> RunFolder {
     let earlier = if arguments.fresh { Earlier::Discard } else { Earlier::Continue };
     let identity = identity(request, arguments.seed.is_none(), bundle, device, plan);
     let drawn = seed_of(request).filter(|_| identity.noise == NoiseIdentity::Drawn);
-    let folder = RunFolder::open(&runs, &identity, drawn, earlier, progress);
+    let folder = RunFolder::open(runs, &identity, drawn, earlier, progress);
     if let Some(seed) = folder.drawn_seed() {
         request.noise = Noise::Seed(seed);
     }
-    Ok(folder)
+    folder
 }
 
 fn write_picture(out: &Path, existing: Existing, run: Option<&str>, png: &[u8]) -> anyhow::Result<()> {
@@ -196,10 +200,19 @@ fn write_picture(out: &Path, existing: Existing, run: Option<&str>, png: &[u8]) 
 /// The stage that a run is in; none when the picture is done, and its writing is not to be interrupted.
 type Place = Arc<Mutex<Option<String>>>;
 
-/// Hands events on, and notes where the run is.
+/// Bytes that a stage's process took at its peak, as planned and as measured.
+#[derive(Serialize)]
+struct StagePeak {
+    stage: String,
+    planned: u64,
+    measured: u64,
+}
+
+/// Hands events on, and notes where the run is and what its stages took.
 struct Tracked {
     progress: Progress,
     place: Place,
+    memory: Vec<StagePeak>,
     stop: Option<StopAt>,
 }
 
@@ -212,8 +225,15 @@ impl Tracked {
 
 impl Listener for Tracked {
     fn on_event(&mut self, event: Event) {
-        if let Event::Stage { name, .. } = &event {
-            *self.place.lock().unwrap_or_else(PoisonError::into_inner) = Some(name.clone());
+        match &event {
+            Event::Stage { name, .. } => {
+                *self.place.lock().unwrap_or_else(PoisonError::into_inner) = Some(name.clone());
+            }
+            Event::Memory { stage, planned, measured } => {
+                let (stage, planned, measured) = (stage.clone(), *planned, *measured);
+                self.memory.push(StagePeak { stage, planned, measured });
+            }
+            _ => {}
         }
         self.progress.on_event(event.clone());
         if let Some(stop) = &self.stop {
@@ -245,10 +265,7 @@ fn request(arguments: &Arguments, flux2: &Flux2<'_>) -> anyhow::Result<Request> 
     let parameters = flux2.parameters();
     let multiple = parameters.vae.pixels_per_token;
     let own = parameters.vae.default_side;
-    let (width, height) = match arguments.size {
-        Some(TypedSize(width, height)) => (width, height),
-        None => (arguments.width.unwrap_or(own), arguments.height.unwrap_or(own)),
-    };
+    let [width, height] = arguments.size.asked().map(|side| side.unwrap_or(own));
     let size = Size::new(width, height, multiple)?;
     let steps = arguments.num_steps.unwrap_or(parameters.schedule.steps);
     if !(1..=1000).contains(&steps) {

@@ -59,6 +59,14 @@ impl MemoryArguments {
             }
             listener.on_event(Event::warning(format!("{over}; it is tried nevertheless (--force)")));
         }
+        let incomplete = plan.incomplete();
+        if !incomplete.is_empty() {
+            let message = format!(
+                "not every tensor's size is known in {}: more is needed than planned (`viaduct report` lists them)",
+                incomplete.join(", ")
+            );
+            listener.on_event(Event::warning(message));
+        }
         plan.choices().into_iter().for_each(|choice| listener.on_event(Event::note(choice)));
         if let Some(stage) = plan.largest() {
             let peak = ByteSize(plan.budget.counted(stage.predicted));

@@ -24,7 +24,10 @@ pub use self::{
 };
 
 use crate::{
-    pipeline::event::{Event, Listener},
+    pipeline::{
+        event::{Event, Listener},
+        size::TypedSize,
+    },
     runtime::{
         Device, Executor, Provider, Runtime, RuntimeError, RuntimeOptions, Watchdog, Workers,
         attention_self_test, serve,
@@ -102,6 +105,30 @@ fn announce(device: &Device, listener: &mut dyn Listener) {
         listener.on_event(Event::warning(format!("running on the CPU: {why}")));
     }
     listener.on_event(Event::note(format!("device: {device}")));
+}
+
+/// How large a picture is.
+#[derive(Args)]
+struct SizeArguments {
+    /// Width in pixels, a multiple of 16 for FLUX.2; the model's own size by default
+    #[arg(long)]
+    width: Option<usize>,
+    /// Height in pixels
+    #[arg(long)]
+    height: Option<usize>,
+    /// Width and height at once
+    #[arg(long, value_name = "WxH", conflicts_with_all = ["width", "height"])]
+    size: Option<TypedSize>,
+}
+
+impl SizeArguments {
+    /// Width and height, where they are asked for.
+    fn asked(&self) -> [Option<usize>; 2] {
+        match self.size {
+            Some(TypedSize(width, height)) => [Some(width), Some(height)],
+            None => [self.width, self.height],
+        }
+    }
 }
 
 /// How progress is shown on standard error.

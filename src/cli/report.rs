@@ -8,7 +8,7 @@ use std::{
 use anyhow::Context;
 use clap::Args;
 use viaduct_export::{
-    arch::SizesRequest,
+    arch::{SizesError, SizesRequest},
     bundle::{Bundle, MANIFEST, Outline, OutlineRequest, OutlineSource, Stages},
     bytes::ByteSize,
     device::DeviceProfile,
@@ -18,10 +18,9 @@ use viaduct_export::{
     shapes::Sizes,
 };
 
-use super::{dimension, exit::UsageError, key_value, printer::print};
+use super::{SizeArguments, dimension, exit::UsageError, key_value, printer::print};
 use crate::{
     atomic_file::{self, Existing},
-    pipeline::size::TypedSize,
     plan::{Budget, OverBudget, Plan, PlannedModel, largest_that},
     plot::{to_png, to_svg},
     report::{MAX_STAGES, Report, StageReport, Subject, chart, compare_cuts, table},
@@ -61,15 +60,8 @@ pub struct Arguments {
     /// Only this stage, with all its details
     #[arg(long, value_name = "NAME")]
     stage: Option<String>,
-    /// Width of the picture in pixels; the model's own size by default
-    #[arg(long)]
-    width: Option<usize>,
-    /// Height of the picture in pixels
-    #[arg(long)]
-    height: Option<usize>,
-    /// Width and height at once
-    #[arg(long, value_name = "WxH", conflicts_with_all = ["width", "height"])]
-    size: Option<TypedSize>,
+    #[command(flatten)]
+    size: SizeArguments,
     /// Sampling steps; the recipe's number by default
     #[arg(long, visible_alias = "num-steps", value_name = "N")]
     steps: Option<usize>,
@@ -178,7 +170,7 @@ fn of_outline(outline: &Outline, arguments: &Arguments, device: DeviceProfile) -
     if arguments.stage.is_none() {
         let budget = Budget::asked(&device, report.budget);
         let model = PlannedModel::new(outline, device, budget)?;
-        report.decoder_cuts = compare_cuts(outline, &model, &picture(outline, arguments), budget)?;
+        report.decoder_cuts = compare_cuts(outline, &model, &picture(outline, arguments)?, budget)?;
     }
     Ok((report, fits))
 }
@@ -194,7 +186,7 @@ fn of_stages(stages: &dyn Stages, arguments: &Arguments, device: DeviceProfile) 
     let budget = arguments.budget.map(|budget| budget.0);
     let model = PlannedModel::new(&subject, device.clone(), Budget::asked(&device, budget))?;
     check_names(&arguments.dim, model.graphs().iter().map(|(_, graph)| graph))?;
-    let picture = picture(stages, arguments);
+    let picture = picture(stages, arguments)?;
     let plan = model.plan(&picture)?;
     let mut reports = Vec::new();
     for (name, graph) in model.graphs() {
@@ -207,32 +199,24 @@ fn of_stages(stages: &dyn Stages, arguments: &Arguments, device: DeviceProfile) 
     Ok((Report::new(name, Some(picture.into()), device, budget, &plan, reports), fits))
 }
 
-/// What is to be drawn: what the user asks for, else what the family's parameters state. Where they do not, the
-/// family has no sizes either, and says so.
-fn picture(stages: &dyn Stages, arguments: &Arguments) -> SizesRequest {
-    let stated = |key: &str| {
-        let number = stages.family_parameters().pointer(key).and_then(|value| value.as_u64());
-        number.and_then(|number| usize::try_from(number).ok()).unwrap_or(0)
-    };
-    let (width, height) = match arguments.size {
-        Some(TypedSize(width, height)) => (Some(width), Some(height)),
-        None => (arguments.width, arguments.height),
-    };
-    let side = stated("/vae/default_side");
-    SizesRequest {
-        width: width.unwrap_or(side),
-        height: height.unwrap_or(side),
-        steps: arguments.steps.unwrap_or_else(|| stated("/schedule/steps")),
-        attention_rows: None,
-    }
+/// What is to be drawn: what the user asks for, else the model's own picture.
+fn picture(stages: &dyn Stages, arguments: &Arguments) -> Result<SizesRequest, SizesError> {
+    let usual = stages.usual()?;
+    let [width, height] = arguments.size.asked();
+    Ok(SizesRequest {
+        width: width.unwrap_or(usual.width),
+        height: height.unwrap_or(usual.height),
+        steps: arguments.steps.unwrap_or(usual.steps),
+        ..usual
+    })
 }
 
 fn of_model(path: &Path, arguments: &Arguments, device: DeviceProfile) -> anyhow::Result<Planned> {
     let of_bundles = [
         ("--stage", arguments.stage.is_some()),
-        ("--size", arguments.size.is_some()),
-        ("--width", arguments.width.is_some()),
-        ("--height", arguments.height.is_some()),
+        ("--size", arguments.size.size.is_some()),
+        ("--width", arguments.size.width.is_some()),
+        ("--height", arguments.size.height.is_some()),
         ("--steps", arguments.steps.is_some()),
     ];
     refuse(&of_bundles, "is for bundles; bind the sizes of a model with --dim name=N")?;

@@ -14,7 +14,7 @@ use std::{
 use anyhow::Context;
 use sha2::{Digest, Sha256};
 use sysinfo::System;
-use viaduct_export::{bundle::Bundle, bytes::ByteSize};
+use viaduct_export::{bundle::Bundle, bytes::ByteSize, files::hex};
 
 use super::exit::UsageError;
 use crate::{
@@ -185,5 +185,5 @@ fn processor() -> String {
 }
 
 fn sha256(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
+    hex(&Sha256::digest(bytes))
 }

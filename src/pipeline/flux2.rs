@@ -2,9 +2,8 @@
 //!
 //! Source of the order of operations: diffusers' Flux2KleinPipeline.
 
-use std::{collections::BTreeMap, path::PathBuf, time::Instant};
+use std::{path::PathBuf, time::Instant};
 
-use serde::Serialize;
 use viaduct_export::{
     arch::flux2::parameters::Parameters,
     bundle::{Bundle, BundleError, MANIFEST},
@@ -13,7 +12,7 @@ use viaduct_export::{
 
 use super::{
     embedding::{EmbeddingError, gather_rows},
-    event::{Event, Listener},
+    event::Event,
     image::{ImageError, check_finite, check_varied},
     noise::{LatentError, draw_latents, pack_latents, unpack_latents},
     position::{
@@ -21,7 +20,7 @@ use super::{
     },
     probe::Probe,
     prompt::{EncodedPrompt, PromptEncoder, PromptError},
-    run_folder::RunFolder,
+    run::{Run, Watch, close},
     schedule::{Schedule, ScheduleError, time_embedding},
     size::Size,
 };
@@ -109,61 +108,6 @@ struct Decoding {
     attended: Option<HostTensor>,
 }
 
-/// One run: where it computes, who watches, and what it keeps in case it is killed.
-pub struct Run<'a> {
-    pub executor: &'a mut dyn Executor,
-    /// How stages are set; as usual if there is none.
-    pub plan: Option<&'a Plan>,
-    pub watch: Watch<'a>,
-    /// None where the probe looks into the run: it is to see all of it, and might change it.
-    pub folder: RunFolder,
-}
-
-impl Run<'_> {
-    /// See [`RunFolder::keep`].
-    fn keep(&mut self, tensors: &[(&str, &HostTensor)], needed: &[&str]) {
-        self.folder.keep(tensors, needed, self.watch.listener);
-    }
-
-    /// See [`RunFolder::kept`].
-    fn kept(&mut self, name: &str) -> Option<HostTensor> {
-        self.folder.kept(name, self.watch.listener)
-    }
-
-    /// See [`RunFolder::resume`].
-    fn resume(&mut self, point: String) {
-        self.folder.resume(point, self.watch.listener);
-    }
-}
-
-/// Bytes that a stage's process took at its peak, as planned and as measured.
-#[derive(Clone, Debug, Serialize)]
-pub struct StagePeak {
-    pub stage: String,
-    pub planned: u64,
-    pub measured: u64,
-}
-
-/// Who hears of a run and who looks into it.
-pub struct Watch<'a> {
-    pub listener: &'a mut dyn Listener,
-    pub probe: &'a mut dyn Probe,
-    /// Peaks of the stages that have run.
-    pub memory: Vec<StagePeak>,
-    /// Nodes that each execution provider ran, over all stages.
-    pub nodes: BTreeMap<String, usize>,
-}
-
-impl<'a> Watch<'a> {
-    pub fn new(listener: &'a mut dyn Listener, probe: &'a mut dyn Probe) -> Watch<'a> {
-        Watch { listener, probe, memory: Vec::new(), nodes: BTreeMap::new() }
-    }
-
-    fn boundary(&mut self, name: &str, tensor: HostTensor) -> HostTensor {
-        self.probe.boundary(name, tensor)
-    }
-}
-
 impl<'a> Flux2<'a> {
     pub fn open(bundle: &'a Bundle) -> Result<Flux2<'a>, Flux2Error> {
         if bundle.manifest.family != FAMILY {
@@ -183,9 +127,8 @@ impl<'a> Flux2<'a> {
 
     /// Sizes of all stages' symbols, with the plan's chunks.
     fn sizes(&self, size: Size, steps: usize, plan: Option<&Plan>) -> Sizes {
-        let own = self.parameters.vae.attention_rows;
-        let rows = own.map(|rows| plan.map(|plan| plan.settings(ATTENTION)).unwrap_or_default().rows(rows));
-        self.parameters.sizes(size, steps, rows)
+        let halvings = plan.map_or(0, |plan| plan.settings(ATTENTION).halvings);
+        self.parameters.sizes(size, steps, halvings)
     }
 
     /// Draws one picture: [1,3,H,W] in -1..1, as the decoder leaves it.
@@ -555,17 +498,6 @@ impl<'a> Flux2<'a> {
         let names = stage.outputs().into_iter();
         Ok(names.filter(|name| !listed.iter().any(|port| port.name == *name)).collect())
     }
-}
-
-/// Ends a session and tells what its process took at its peak beside what was planned.
-fn close(stage: Box<dyn Session + '_>, plan: Option<&Plan>, watch: &mut Watch<'_>) -> Result<(), Flux2Error> {
-    let name = stage.name().to_owned();
-    let measured = stage.finish()?;
-    if let (Some(planned), Some(measured)) = (plan.and_then(|plan| plan.bytes(&name)), measured) {
-        watch.memory.push(StagePeak { stage: name.clone(), planned, measured });
-        watch.listener.on_event(Event::Memory { stage: name, planned, measured });
-    }
-    Ok(())
 }
 
 /// The reference's name of the latents after a step, counted from 0.

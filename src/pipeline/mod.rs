@@ -9,6 +9,7 @@ pub mod noise;
 pub mod position;
 pub mod probe;
 pub mod prompt;
+pub mod run;
 pub mod run_folder;
 pub mod runs;
 pub mod schedule;

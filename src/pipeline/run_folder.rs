@@ -13,7 +13,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
-use viaduct_export::files::{open_regular, read_limited};
+use viaduct_export::files::{hex, open_regular, read_limited};
 
 use super::{
     event::{Event, Listener},
@@ -65,7 +65,7 @@ impl Identity {
     /// The run folder's name.
     fn id(&self) -> String {
         let json = serde_json::to_vec(self).expect("an identity has string keys and plain values");
-        hex(&Sha256::digest(json), ID_DIGITS)
+        first(hex(&Sha256::digest(json)), ID_DIGITS)
     }
 }
 
@@ -380,7 +380,7 @@ struct Checksum {
 
 impl Checksum {
     fn finish(self) -> (String, u64) {
-        (hex(&self.hash.finalize(), CHECKSUM_DIGITS), self.bytes)
+        (first(hex(&self.hash.finalize()), CHECKSUM_DIGITS), self.bytes)
     }
 }
 
@@ -396,7 +396,7 @@ impl Write for Checksum {
     }
 }
 
-fn hex(bytes: &[u8], digits: usize) -> String {
-    let text: String = bytes.iter().map(|b| format!("{b:02x}")).collect();
-    text[..digits].to_owned()
+fn first(mut text: String, digits: usize) -> String {
+    text.truncate(digits);
+    text
 }

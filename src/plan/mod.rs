@@ -54,11 +54,6 @@ impl Settings {
             })
         })
     }
-
-    /// Rows per chunk, of `rows` that are usual.
-    pub fn rows(&self, rows: usize) -> usize {
-        (rows >> self.halvings).max(1)
-    }
 }
 
 /// One stage of the plan.
@@ -153,12 +148,24 @@ impl Plan {
 
     /// The stage with the largest counted peak.
     pub fn largest(&self) -> Option<&PlannedStage> {
-        self.stages.iter().rev().max_by_key(|stage| self.budget.counted(stage.predicted))
+        self.largest_of(|_| true)
     }
 
-    /// The stage that exceeds the budget most, if one does.
+    /// The largest of the stages that do not fit, if there is one. It need not be the largest of all: on a card with
+    /// memory of its own a stage may exceed what is free on the host.
     pub fn offender(&self) -> Option<&PlannedStage> {
-        self.largest().filter(|stage| !self.budget.holds(stage.predicted))
+        self.largest_of(|stage| !self.budget.holds(stage.predicted))
+    }
+
+    fn largest_of(&self, wanted: impl Fn(&PlannedStage) -> bool) -> Option<&PlannedStage> {
+        let stages = self.stages.iter().rev().filter(|stage| wanted(stage));
+        stages.max_by_key(|stage| self.budget.counted(stage.predicted))
+    }
+
+    /// Stages of which not every tensor's size is known: the plan is too low there.
+    pub fn incomplete(&self) -> Vec<&str> {
+        let stages = self.stages.iter().filter(|stage| !stage.complete);
+        stages.map(|stage| stage.name.as_str()).collect()
     }
 
     /// Refuses if a stage does not fit. `what` was planned; `nearest` looks for what would fit.
@@ -252,6 +259,23 @@ pub fn largest_that(below: usize, holds: impl Fn(usize) -> bool) -> Option<usize
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_stage_that_exceeds_the_host_alone_is_the_offender() {
+        let stage = |name: &str, device, host| PlannedStage {
+            name: name.to_owned(),
+            settings: Settings::default(),
+            predicted: Predicted { device, host },
+            largest: None,
+            complete: true,
+        };
+        let budget = Budget { unified: false, host: 5, device: 10, total: 15 };
+        let stages = vec![stage("transformer", 9, 1), stage("vae", 2, 6)];
+        let plan = Plan { budget, stages, may_stay_loaded: false };
+        assert_eq!(plan.largest().unwrap().name, "transformer");
+        assert_eq!(plan.offender().unwrap().name, "vae");
+        assert!(plan.check("64x64", || None).is_err());
+    }
 
     #[test]
     fn bisection_finds_the_last_that_holds() {

@@ -10,9 +10,6 @@ use viaduct_export::{
 
 use super::{Budget, OverBudget, Plan, Settings, largest_that};
 
-/// The key of a family's parameters that states the usual rows per chunk of the attention which the host drives.
-const USUAL_ROWS: &str = "/vae/attention_rows";
-
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
     #[error(transparent)]
@@ -51,14 +48,12 @@ impl<'a> PlannedModel<'a> {
 
     /// Sizes of all symbols under the settings.
     pub fn sizes(&self, picture: &SizesRequest, settings: &Settings) -> Result<Sizes, SizesError> {
-        let usual = self.stages.family_parameters().pointer(USUAL_ROWS).and_then(|rows| rows.as_u64());
-        let rows = usual.and_then(|rows| usize::try_from(rows).ok()).map(|rows| settings.rows(rows));
-        self.stages.sizes(&SizesRequest { attention_rows: rows, ..*picture })
+        self.stages.sizes(&SizesRequest { halvings: settings.halvings, ..*picture })
     }
 
     /// Plans a picture.
     pub fn plan(&self, picture: &SizesRequest) -> Result<Plan, SizesError> {
-        // One failing request fails for all settings: they differ in the rows alone.
+        // One failing request fails for all settings: they differ in the chunks alone.
         self.sizes(picture, &Settings::default())?;
         let sizes = |settings: &Settings| self.sizes(picture, settings).unwrap_or_default();
         Ok(Plan::new(&self.graphs, &sizes, &self.device, self.budget))

@@ -2,7 +2,7 @@
 
 use viaduct_export::{
     device::Provider,
-    memory::{Excess, Limit, Quadratic},
+    memory::{Excess, Limit, Quadratic, TensorUse},
 };
 
 use super::{DecoderCuts, Report, StageReport, cuts::remedy, dims};
@@ -153,7 +153,7 @@ fn findings(stage: &StageReport) -> String {
 }
 
 fn quadratic_line(tensor: &Quadratic) -> String {
-    let Quadratic { name, dtype, shape, bytes, .. } = tensor;
+    let TensorUse { name, dtype, shape, bytes, .. } = &tensor.tensor;
     let with = tensor.symbol.as_deref().map(|symbol| format!(", grows with {symbol}")).unwrap_or_default();
     format!("{} MiB  {dtype}  {}  {name}{with}", mib(*bytes), dims(shape))
 }

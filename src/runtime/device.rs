@@ -4,12 +4,12 @@ use std::{cmp::Reverse, fmt, str::FromStr};
 
 use ort::{device::Device as OrtDevice, memory::DeviceType};
 use serde::{Deserialize, Serialize};
-use sysinfo::System;
 use viaduct_export::device::DeviceProfile;
 
 use super::{
     Adapter, RuntimeError,
     env::{self, Env},
+    memory::MemorySource,
     selftest::may_fuse_attention,
     vulkan,
 };
@@ -114,9 +114,7 @@ fn this_cpu() -> DeviceProfile {
 
 /// Bytes of this machine's memory; 1 where the system does not tell, so that a plan asks for a budget.
 fn machine_memory() -> u64 {
-    let Ok(mut system) = System::new() else { return 1 };
-    system.refresh_memory();
-    system.total_memory().max(1)
+    MemorySource::system().host().map_or(1, |host| host.machine_total.max(1))
 }
 
 /// The device that this machine would run graphs on, found out without ONNX Runtime: the adapter that Dawn would take,

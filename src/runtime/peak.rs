@@ -2,6 +2,8 @@
 
 use std::fs;
 
+use super::memory::MemorySource;
+
 /// Forgets the peak so far; what is resident now is the new one. Where the system refuses, the old one stays.
 pub(super) fn restart() {
     let _ = fs::write("/proc/self/clear_refs", "5");
@@ -9,10 +11,7 @@ pub(super) fn restart() {
 
 /// Bytes, where the system tells.
 pub(super) fn bytes() -> Option<u64> {
-    let status = fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
-    let kibibytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kibibytes.checked_mul(1024)
+    Some(MemorySource::at("/").process(std::process::id())?.peak)
 }
 
 #[cfg(all(test, target_os = "linux"))]

@@ -23,10 +23,11 @@ use crate::{
     npy::NpyError,
     pipeline::{
         event::Listener,
-        flux2::{Flux2, Flux2Error, Noise, Request, Run, Watch},
+        flux2::{Flux2, Flux2Error, Noise, Request},
         image::to_unit,
         noise::draw_latents,
         probe::NoProbe,
+        run::{Run, Watch},
         run_folder::RunFolder,
         size::{Size, SizeError},
     },

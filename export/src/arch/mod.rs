@@ -92,8 +92,8 @@ pub struct SizesRequest {
     pub width: usize,
     pub height: usize,
     pub steps: usize,
-    /// Query rows per run of a chunked attention, in place of the bundle's own.
-    pub attention_rows: Option<usize>,
+    /// Times that the chunks of query rows are halved of an attention which the host drives: slower, with less memory.
+    pub halvings: u32,
 }
 
 /// Why a request has no sizes.
@@ -109,8 +109,6 @@ pub enum SizesError {
     Picture(#[from] SizeError),
     #[error("{steps} steps: a picture takes 1 to {MAX_STEPS}")]
     Steps { steps: usize },
-    #[error("0 query rows per run of the attention: at least 1 is needed")]
-    AttentionRows,
 }
 
 /// The most steps of a schedule.
@@ -126,6 +124,8 @@ pub struct Architecture {
     /// The stages of the image decoder alone, cut before the given up blocks whatever the recipe says: cheap enough
     /// to compare cuts.
     pub author_decoder: fn(&Authoring<'_>, &[usize]) -> Result<Vec<StageGraph>, ArchError>,
+    /// What is drawn where nothing else is asked for, by a bundle's parameters.
+    pub usual: fn(&serde_json::Value) -> Result<SizesRequest, SizesError>,
     /// Sizes of all symbols of all stages, from a bundle's parameters and what is to be drawn.
     pub sizes: fn(&serde_json::Value, &SizesRequest) -> Result<Sizes, SizesError>,
 }
@@ -136,6 +136,7 @@ pub const ARCHITECTURES: &[Architecture] = &[Architecture {
     detects: flux2::detects,
     author: |request| Ok(flux2::author(request)?),
     author_decoder: |request, cuts| Ok(flux2::author_decoder(request, cuts)?),
+    usual: flux2::usual,
     sizes: flux2::sizes,
 }];
 

@@ -111,5 +111,5 @@ fn port(graph: &Graph, id: ValueId) -> Port {
             Dim::Unknown => PortDim::Symbol("?".to_owned()),
         })
         .collect();
-    Port { name: value.name.clone(), dtype: format!("{dtype:?}").to_lowercase(), dims }
+    Port { name: value.name.clone(), dtype: dtype.name(), dims }
 }

@@ -9,7 +9,7 @@ use std::{
 use sha2::{Digest, Sha256};
 
 use super::{FORMAT, FileEntry, MANIFEST, Manifest, Stage};
-use crate::onnx::ReadError;
+use crate::{files::hex, onnx::ReadError};
 
 /// Larger than any manifest with thousands of files.
 const MAX_MANIFEST_BYTES: u64 = 16 << 20;
@@ -169,8 +169,4 @@ fn parse(path: &Path, text: &[u8]) -> Result<Manifest, BundleError> {
         return Err(BundleError::Format { path: path.to_owned(), found: version.format });
     }
     serde_json::from_slice(text).map_err(invalid)
-}
-
-pub(super) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }

@@ -2,7 +2,7 @@
 
 use super::{Bundle, BundleError, Outline};
 use crate::{
-    arch::{SizesError, SizesRequest, architecture},
+    arch::{Architecture, SizesError, SizesRequest, architecture},
     onnx::{Model, read_model},
     shapes::Sizes,
 };
@@ -25,12 +25,19 @@ pub trait Stages {
     /// A stage's graph.
     fn model(&self, stage: &str) -> Result<Model, BundleError>;
 
+    /// What is drawn where nothing else is asked for.
+    fn usual(&self) -> Result<SizesRequest, SizesError> {
+        (known(self.family())?.usual)(self.family_parameters())
+    }
+
     /// Sizes of all symbols of all stages.
     fn sizes(&self, request: &SizesRequest) -> Result<Sizes, SizesError> {
-        let family = || SizesError::Family { family: self.family().to_owned() };
-        let architecture = architecture(self.family()).ok_or_else(family)?;
-        (architecture.sizes)(self.family_parameters(), request)
+        (known(self.family())?.sizes)(self.family_parameters(), request)
     }
+}
+
+fn known(family: &str) -> Result<&'static Architecture, SizesError> {
+    architecture(family).ok_or_else(|| SizesError::Family { family: family.to_owned() })
 }
 
 impl Stages for Bundle {

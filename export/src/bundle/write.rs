@@ -9,10 +9,10 @@ use std::{
 
 use sha2::{Digest, Sha256};
 
-use super::{Bundle, BundleError, FORMAT, FileEntry, MANIFEST, Manifest, Origin, Stage, read::hex};
+use super::{Bundle, BundleError, FORMAT, FileEntry, MANIFEST, Manifest, Origin, Stage};
 use crate::{
     arch::{ARCHITECTURES, ArchError, Architecture, Authored, Authoring, RawFile, Source},
-    files::read_limited,
+    files::{hex, read_limited},
     onnx::{Bytes, Tensor, WriteError, WriteOptions, write_model_with},
     quant,
     recipe::{Chosen, Recipe, RecipeError},

@@ -18,7 +18,7 @@ pub use quadratic::{Quadratic, quadratic, symbols};
 
 use crate::{
     device::{DeviceProfile, Provider},
-    onnx::{DType, Graph, Model},
+    onnx::{Graph, Model, Node, ValueId},
     shapes::{Shapes, Sizes},
 };
 use cache::{Policy, Pool};
@@ -37,7 +37,7 @@ pub enum BufferCache {
 }
 
 /// A tensor and where in the execution it appears.
-#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct TensorUse {
     pub name: String,
     /// The node that makes it, and its operator; empty for inputs and weights.
@@ -46,6 +46,21 @@ pub struct TensorUse {
     pub dtype: String,
     pub shape: Vec<usize>,
     pub bytes: u64,
+}
+
+impl TensorUse {
+    /// A value that the node makes; none while type or shape is not known.
+    fn of(graph: &Graph, shapes: &Shapes, id: ValueId, node: Option<&Node>) -> Option<TensorUse> {
+        let fact = shapes.fact(id);
+        Some(TensorUse {
+            name: graph[id].name.clone(),
+            node: node.map(|node| node.name.clone()).unwrap_or_default(),
+            op_type: node.map(|node| node.op_type.clone()).unwrap_or_default(),
+            dtype: fact.dtype?.name(),
+            shape: fact.full_shape()?,
+            bytes: fact.bytes()?,
+        })
+    }
 }
 
 /// One node in execution order.
@@ -138,26 +153,9 @@ fn largest(graph: &Graph, shapes: &Shapes) -> Vec<TensorUse> {
     let made =
         graph.nodes().flat_map(|(_, node)| node.outputs.iter().flatten().map(move |id| (Some(node), *id)));
     let given = graph.inputs.iter().map(|id| (None, *id));
-    let mut uses: Vec<TensorUse> = given
-        .chain(made)
-        .filter_map(|(node, id)| {
-            let fact = shapes.fact(id);
-            Some(TensorUse {
-                name: graph[id].name.clone(),
-                node: node.map(|node| node.name.clone()).unwrap_or_default(),
-                op_type: node.map(|node| node.op_type.clone()).unwrap_or_default(),
-                dtype: dtype_name(fact.dtype?),
-                shape: fact.full_shape()?,
-                bytes: fact.bytes()?,
-            })
-        })
-        .collect();
+    let mut uses: Vec<TensorUse> =
+        given.chain(made).filter_map(|(node, id)| TensorUse::of(graph, shapes, id, node)).collect();
     uses.sort_by_key(|tensor| std::cmp::Reverse(tensor.bytes));
     uses.truncate(LARGEST);
     uses
-}
-
-/// As bundles spell it: `f32`, `i64`.
-fn dtype_name(dtype: DType) -> String {
-    format!("{dtype:?}").to_lowercase()
 }

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::TensorUse;
 use crate::{
     onnx::{Dim, Graph, Model, NodeId, ValueId, ValueType},
     shapes::{Shapes, Sizes, infer},
@@ -10,13 +11,8 @@ use crate::{
 /// A tensor whose bytes are proportional to the square of a sequence.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Quadratic {
-    pub name: String,
-    /// The node that makes it; empty for inputs.
-    pub node: String,
-    pub op_type: String,
-    pub dtype: String,
-    pub shape: Vec<usize>,
-    pub bytes: u64,
+    #[serde(flatten)]
+    pub tensor: TensorUse,
     /// The size that it grows with; none where the graph has only numbers, and the tensor has the form of scores.
     pub symbol: Option<String>,
 }
@@ -47,18 +43,10 @@ pub fn quadratic(model: &Model, shapes: &Shapes, sizes: &Sizes) -> Vec<Quadratic
         .into_iter()
         .filter_map(|(id, symbol)| {
             let node = makers.get(&id).map(|id| &graph[*id]);
-            Some(Quadratic {
-                name: graph[id].name.clone(),
-                node: node.map(|node| node.name.clone()).unwrap_or_default(),
-                op_type: node.map(|node| node.op_type.clone()).unwrap_or_default(),
-                dtype: format!("{:?}", shapes.fact(id).dtype?).to_lowercase(),
-                shape: shapes.shape(id)?,
-                bytes: shapes.bytes(id)?,
-                symbol,
-            })
+            Some(Quadratic { tensor: TensorUse::of(graph, shapes, id, node)?, symbol })
         })
         .collect();
-    tensors.sort_by_key(|tensor| std::cmp::Reverse(tensor.bytes));
+    tensors.sort_by_key(|found| std::cmp::Reverse(found.tensor.bytes));
     tensors
 }
 
@@ -125,7 +113,7 @@ mod tests {
         let sizes: Sizes = sizes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect();
         let shapes = infer(model, &sizes, &Default::default());
         let tensors = quadratic(model, &shapes, &sizes);
-        tensors.into_iter().map(|tensor| (tensor.name, tensor.symbol)).collect()
+        tensors.into_iter().map(|found| (found.tensor.name, found.symbol)).collect()
     }
 
     /// softmax(x) with the given last two sizes; shapes are recorded.

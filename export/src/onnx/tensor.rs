@@ -61,6 +61,11 @@ impl DType {
         }
     }
 
+    /// As bundles and reports spell it: `f32`, `i64`.
+    pub fn name(self) -> String {
+        format!("{self:?}").to_lowercase()
+    }
+
     /// Bytes per element; `None` for types that are only carried along.
     pub fn size(self) -> Option<usize> {
         DTYPES.iter().find(|d| d.0 == self).map(|d| d.2)

@@ -7,11 +7,11 @@ use std::{
     path::Path,
 };
 
-use viaduct_export::{bundle::Bundle, memory::BufferCache, shapes::Sizes};
+use viaduct_export::bundle::Bundle;
 
 use super::{
     exchange::Exchange,
-    protocol::{Reply, Request, TensorRef},
+    protocol::{Open, Reply, Request, TensorRef},
 };
 use crate::runtime::{Binding, Runtime, RuntimeError, RuntimeOptions, Stage, attention_self_test, peak};
 
@@ -30,11 +30,10 @@ pub fn serve() -> io::Result<()> {
     };
     parent.say(&Reply::Started { device: Box::new(runtime.device().clone()) })?;
     while let Some(request) = parent.next()? {
-        let Request::Open { bundle, stage, sizes, exposed, score_limit, cache } = request else {
+        let Request::Open(wanted) = request else {
             return Err(io::Error::other("no stage is open"));
         };
-        let open = Open { bundle, stage, sizes, exposed, score_limit, cache };
-        match open.stage(&mut runtime) {
+        match open(&mut runtime, &wanted) {
             Ok(stage) => session(stage, &mut parent, &mut exchange)?,
             Err(e) => parent.fail(&e)?,
         }
@@ -54,30 +53,14 @@ fn start(options: &RuntimeOptions, fused_attention: Option<bool>) -> Result<Runt
     Ok(runtime)
 }
 
-/// What the parent wants opened.
-struct Open {
-    bundle: String,
-    stage: String,
-    sizes: Sizes,
-    exposed: Vec<String>,
-    score_limit: u64,
-    cache: BufferCache,
-}
-
-impl Open {
-    fn stage<'r>(&self, runtime: &'r mut Runtime) -> Result<Stage<'r>, RuntimeError> {
-        peak::restart();
-        let bundle = Bundle::open(Path::new(&self.bundle))?;
-        let exposed: Vec<&str> = self.exposed.iter().map(String::as_str).collect();
-        let binding = Binding {
-            sizes: &self.sizes,
-            exposed: &exposed,
-            score_limit: self.score_limit,
-            cache: self.cache,
-            planned: None,
-        };
-        runtime.open_stage(&bundle, &self.stage, &binding)
-    }
+fn open<'r>(runtime: &'r mut Runtime, wanted: &Open) -> Result<Stage<'r>, RuntimeError> {
+    peak::restart();
+    let bundle = Bundle::open(Path::new(&wanted.bundle))?;
+    let exposed: Vec<&str> = wanted.exposed.iter().map(String::as_str).collect();
+    let Open { sizes, score_limit, cache, .. } = wanted;
+    let binding =
+        Binding { sizes, exposed: &exposed, score_limit: *score_limit, cache: *cache, planned: None };
+    runtime.open_stage(&bundle, &wanted.stage, &binding)
 }
 
 /// Serves one session until it is closed.
@@ -102,7 +85,7 @@ fn session(mut stage: Stage<'_>, parent: &mut Parent, exchange: &mut Exchange) -
                 drop(stage);
                 return parent.say(&Reply::Closed);
             }
-            Request::Start { .. } | Request::Open { .. } => {
+            Request::Start { .. } | Request::Open(_) => {
                 return Err(io::Error::other("a stage is open"));
             }
         };

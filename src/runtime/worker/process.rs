@@ -9,7 +9,7 @@ use std::{
 };
 
 use super::protocol::{Reply, Request};
-use crate::runtime::RuntimeError;
+use crate::runtime::{RuntimeError, volunteer_for_oom_killer};
 
 /// How long a child may take to end a session or itself: a driver may stall for ever when its device is torn down
 /// (<https://github.com/akandr/bc250>).
@@ -138,6 +138,8 @@ fn bind_to_parent(parent: u32) -> std::io::Result<()> {
             libc::signal(signal, libc::SIG_IGN);
         }
     }
+    // Where it may not, the kernel chooses as it likes.
+    let _ = volunteer_for_oom_killer();
     Ok(())
 }
 

@@ -18,14 +18,7 @@ pub(super) enum Request {
         fused_attention: Option<bool>,
         exchange: String,
     },
-    Open {
-        bundle: String,
-        stage: String,
-        sizes: Sizes,
-        exposed: Vec<String>,
-        score_limit: u64,
-        cache: BufferCache,
-    },
+    Open(Open),
     Bind {
         name: String,
         tensor: TensorRef,
@@ -35,6 +28,17 @@ pub(super) enum Request {
         outputs: Vec<String>,
     },
     Close,
+}
+
+/// The stage that the parent wants opened, and how: see [`crate::runtime::Binding`].
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Open {
+    pub bundle: String,
+    pub stage: String,
+    pub sizes: Sizes,
+    pub exposed: Vec<String>,
+    pub score_limit: u64,
+    pub cache: BufferCache,
 }
 
 /// From the child: the answer to each request, in order.

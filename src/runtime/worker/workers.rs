@@ -11,7 +11,7 @@ use viaduct_export::bundle::Bundle;
 use super::{
     exchange::Exchange,
     process::{Process, Silence, TEARDOWN},
-    protocol::{Reply, Request},
+    protocol::{Open, Reply, Request, TensorRef},
 };
 use crate::{
     runtime::{Binding, Device, Executor, Guard, Provider, RuntimeError, RuntimeOptions, Session, Watchdog},
@@ -48,6 +48,11 @@ impl Watched {
     /// Why the watchdog killed the child, if it did.
     fn stopped(&self) -> Option<RuntimeError> {
         Some(RuntimeError::Stopped(Box::new(self.guard.as_ref()?.stopped()?)))
+    }
+
+    /// What the watchdog saw the child hold at most in this stage: with the memory of a GPU, which its own figure lacks.
+    fn held(&self) -> Option<u64> {
+        Some(self.guard.as_ref()?.peaks().last()?.held)
     }
 
     fn stop(self) {
@@ -114,11 +119,9 @@ impl Workers {
         drop(child.guard);
         let child = child.process;
         match silence {
-            Silence::Ended => RuntimeError::WorkerDied { stage: stage.to_owned(), end: child.end() },
-            Silence::TimedOut => RuntimeError::WorkerDied {
-                stage: stage.to_owned(),
-                end: "did not answer and was killed".to_owned(),
-            },
+            Silence::Ended | Silence::TimedOut => {
+                RuntimeError::WorkerDied { stage: stage.to_owned(), end: child.end() }
+            }
             Silence::Unintelligible(problem) => unexpected(&problem),
         }
     }
@@ -169,14 +172,14 @@ impl Executor for Workers {
         if let Some(child) = &mut self.child {
             child.begin_stage(self.watchdog.as_ref(), name, binding.planned.unwrap_or(0));
         }
-        let request = Request::Open {
+        let request = Request::Open(Open {
             bundle: folder.to_owned(),
             stage: name.to_owned(),
             sizes: binding.sizes.clone(),
             exposed: binding.exposed.iter().map(|prefix| (*prefix).to_owned()).collect(),
             score_limit: binding.score_limit,
             cache: binding.cache,
-        };
+        });
         match self.ask(name, &request)? {
             Reply::Opened { outputs, nodes } => Ok(Box::new(RemoteStage {
                 workers: self,
@@ -204,7 +207,7 @@ impl RemoteStage<'_> {
     fn ask_with(
         &mut self,
         tensors: &[(&str, &HostTensor)],
-        request: impl FnOnce(Vec<(String, super::protocol::TensorRef)>) -> Request,
+        request: impl FnOnce(Vec<(String, TensorRef)>) -> Request,
     ) -> Result<Reply, RuntimeError> {
         let mut mine: Vec<PathBuf> = Vec::new();
         let sent: Result<Vec<_>, RuntimeError> = tensors
@@ -270,6 +273,7 @@ impl Session for RemoteStage<'_> {
             Ok(other) => return Err(unexpected(&format!("{other:?}"))),
             Err(_) => None,
         };
+        let peak = peak.max(child.held());
         if !matches!(child.process.answer(Some(TEARDOWN)), Ok(Reply::Closed)) {
             tracing::warn!("stage {}: the session did not close and its worker is killed", self.name);
             self.workers.child = None;

@@ -110,18 +110,27 @@ struct VaeSection {
 
 /// Sizes of all symbols, from a bundle's parameters: the family's [`super::Architecture::sizes`].
 pub fn sizes(parameters: &serde_json::Value, request: &SizesRequest) -> Result<Sizes, SizesError> {
-    const FAMILY: &str = "flux2";
-    let parameters = Parameters::deserialize(parameters)
-        .map_err(|source| SizesError::Unreadable { family: FAMILY, source })?;
-    parameters.check().map_err(|problem| SizesError::Parameters { family: FAMILY, problem })?;
+    let parameters = checked(parameters)?;
     let size = Size::new(request.width, request.height, parameters.vae.pixels_per_token)?;
     if request.steps == 0 || request.steps > MAX_STEPS {
         return Err(SizesError::Steps { steps: request.steps });
     }
-    if request.attention_rows == Some(0) {
-        return Err(SizesError::AttentionRows);
-    }
-    Ok(parameters.sizes(size, request.steps, request.attention_rows))
+    Ok(parameters.sizes(size, request.steps, request.halvings))
+}
+
+/// The picture that a bundle's parameters name: the family's [`super::Architecture::usual`].
+pub fn usual(parameters: &serde_json::Value) -> Result<SizesRequest, SizesError> {
+    let Parameters { vae, schedule, .. } = checked(parameters)?;
+    let side = vae.default_side;
+    Ok(SizesRequest { width: side, height: side, steps: schedule.steps, halvings: 0 })
+}
+
+fn checked(parameters: &serde_json::Value) -> Result<Parameters, SizesError> {
+    const FAMILY: &str = "flux2";
+    let parameters = Parameters::deserialize(parameters)
+        .map_err(|source| SizesError::Unreadable { family: FAMILY, source })?;
+    parameters.check().map_err(|problem| SizesError::Parameters { family: FAMILY, problem })?;
+    Ok(parameters)
 }
 
 /// Whether a folder holds this family in diffusers layout.

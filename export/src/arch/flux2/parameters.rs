@@ -131,8 +131,8 @@ impl Parameters {
     }
 
     /// Sizes of all symbols of all stages, for parameters that passed [`Parameters::check`] and a size that is legal
-    /// for them. `attention_rows` takes the place of the bundle's own query rows per run of the middle attention.
-    pub fn sizes(&self, size: Size, steps: usize, attention_rows: Option<usize>) -> Sizes {
+    /// for them. The query rows per run of the middle attention are halved `halvings` times.
+    pub fn sizes(&self, size: Size, steps: usize, halvings: u32) -> Sizes {
         let (vae, grid) = (&self.vae, size.grid());
         // A legal size has at most 2^14 pixels a side and 2^26 in all, and no side below is longer: nothing overflows.
         let middle = grid.map(|tokens| tokens * (vae.pixels_per_token / vae.downscale));
@@ -155,7 +155,8 @@ impl Parameters {
         if let Some(own) = vae.attention_rows {
             let rows = middle[0] * middle[1];
             sizes.insert("kv_rows".to_owned(), rows);
-            sizes.insert("chunk_rows".to_owned(), attention_rows.unwrap_or(own).min(rows));
+            let chunk = own.checked_shr(halvings).unwrap_or(0).max(1);
+            sizes.insert("chunk_rows".to_owned(), chunk.min(rows));
         }
         sizes
     }
@@ -207,17 +208,20 @@ mod tests {
             ("up2_width", 1024),
         ];
         let expected = Sizes::from(expected.map(|(name, size)| (name.to_owned(), size)));
-        assert_eq!(parameters().sizes(size, 4, None), expected);
+        assert_eq!(parameters().sizes(size, 4, 0), expected);
     }
 
     #[test]
     fn no_chunk_has_more_rows_than_there_are() {
         let size = Size::new(16, 16, 16).unwrap();
-        assert_eq!(parameters().sizes(size, 4, None)["chunk_rows"], 4);
-        assert_eq!(parameters().sizes(size, 4, Some(3))["chunk_rows"], 3);
+        assert_eq!(parameters().sizes(size, 4, 0)["chunk_rows"], 4);
+        assert_eq!(parameters().sizes(size, 4, 9)["chunk_rows"], 2);
+        for many in [11, 64, u32::MAX] {
+            assert_eq!(parameters().sizes(size, 4, many)["chunk_rows"], 1);
+        }
         let mut bare = parameters();
         bare.vae.attention_rows = None;
-        assert!(!bare.sizes(size, 4, Some(3)).contains_key("chunk_rows"));
+        assert!(!bare.sizes(size, 4, 9).contains_key("chunk_rows"));
     }
 
     #[test]
@@ -226,6 +230,6 @@ mod tests {
         (extreme.vae.pixels_per_token, extreme.vae.downscale) = (1024, 1);
         extreme.check().unwrap();
         let size = Size::new(16384, 4096, 1024).unwrap();
-        assert_eq!(extreme.sizes(size, 1000, None)["kv_rows"], 1 << 26);
+        assert_eq!(extreme.sizes(size, 1000, 0)["kv_rows"], 1 << 26);
     }
 }
