@@ -2,7 +2,7 @@
 # The long acceptance run. It prints each command before it runs it, so that any of them can be repeated by hand; it stops at
 # the first that fails, and ends with a table. Output of the commands goes to out/verify/*.log.
 #
-#     tools/verify.sh              everything: some 12 minutes on a software Vulkan device, 10 GB of disk for a while
+#     tools/verify.sh              everything: some 16 minutes on a software Vulkan device, 10 GB of disk for a while
 #     EPS=cpu tools/verify.sh      without a Vulkan device
 #     SHARED=DIR tools/verify.sh   also the larger reference runs of DIR, which are not part of the repository (default ../shared)
 set -euo pipefail
@@ -84,6 +84,8 @@ shared_oracles() {
     for oracle in "$shared"/models/klein-emoji-oracle/*; do
         verify klein-emoji-f32 "$oracle" "shared request ${oracle##*/}"
     done
+    check 'shapes as ONNX Runtime computes them' env VIADUCT_SHARED="$(realpath "$shared")" \
+        cargo test --release -p viaduct-export --test shapes_onnxruntime --test shapes_decoder -- --ignored
 }
 
 # A checkpoint of 2 GB must pass through less memory than it has bytes, pages of mapped files included.
