@@ -9,6 +9,7 @@ pub mod device;
 pub mod files;
 pub mod memory;
 pub mod onnx;
+pub mod passes;
 pub mod picture;
 pub mod quant;
 pub mod recipe;

@@ -1,6 +1,9 @@
 //! The graph: an arena of nodes and values with typed ids.
 
-use std::{collections::HashMap, path::PathBuf};
+use std::{
+    collections::{HashMap, HashSet},
+    path::PathBuf,
+};
 
 use super::{
     node::Node,
@@ -149,6 +152,33 @@ impl Graph {
         self.order.splice(place..=place, (first..first + count).map(NodeId));
     }
 
+    /// Takes many nodes out in one go.
+    pub fn remove_nodes(&mut self, ids: &HashSet<NodeId>) {
+        self.order.retain(|id| !ids.contains(id));
+        for id in ids {
+            self.nodes[id.0 as usize] = None;
+        }
+    }
+
+    /// Puts a value in another's place as an input of every node and as a graph output. Subgraphs refer to outer values
+    /// by name and are not changed: see [`Graph::captured`].
+    pub fn replace_uses(&mut self, old: ValueId, new: ValueId) {
+        for node in self.nodes.iter_mut().flatten() {
+            for input in node.inputs.iter_mut().filter(|input| **input == Some(old)) {
+                *input = Some(new);
+            }
+        }
+        for output in self.outputs.iter_mut().filter(|output| **output == old) {
+            *output = new;
+        }
+    }
+
+    /// Values that bodies of this graph's nodes use by name.
+    pub fn captured(&self) -> HashSet<ValueId> {
+        let bodies = self.nodes().flat_map(|(_, node)| node.subgraphs());
+        bodies.flat_map(Graph::captures).filter_map(|name| self.find(name)).collect()
+    }
+
     /// Takes a node out; its values stay, without a producer.
     pub fn remove_node(&mut self, id: NodeId) -> Option<Node> {
         self.order.retain(|n| *n != id);
@@ -165,6 +195,21 @@ impl Graph {
         }
         if !self.outputs.contains(&id) {
             self.outputs.push(id);
+        }
+    }
+}
+
+impl Model {
+    /// The version of an operator set that the model imports; "" and "ai.onnx" are the standard one.
+    pub fn opset(&self, domain: &str) -> Option<i64> {
+        let plain = |domain: &str| if domain == "ai.onnx" { String::new() } else { domain.to_owned() };
+        self.opsets.iter().find(|opset| plain(&opset.0) == plain(domain)).map(|opset| opset.1)
+    }
+
+    /// Makes the model import an operator set, if it does not yet.
+    pub fn import(&mut self, domain: &str, version: i64) {
+        if self.opset(domain).is_none() {
+            self.opsets.push((domain.to_owned(), version));
         }
     }
 }

@@ -37,6 +37,26 @@ pub enum Attribute {
 }
 
 impl Node {
+    /// Whether this is that operator of the standard domain.
+    pub fn is(&self, op_type: &str) -> bool {
+        self.op_type == op_type && matches!(self.domain.as_str(), "" | "ai.onnx")
+    }
+
+    /// Whether this is that operator of ONNX Runtime's own domain.
+    pub fn is_contrib(&self, op_type: &str) -> bool {
+        self.op_type == op_type && self.domain == "com.microsoft"
+    }
+
+    /// The input at that place, if it is there.
+    pub fn input(&self, index: usize) -> Option<ValueId> {
+        *self.inputs.get(index)?
+    }
+
+    /// The output at that place, if it is there.
+    pub fn output(&self, index: usize) -> Option<ValueId> {
+        *self.outputs.get(index)?
+    }
+
     pub fn attribute(&self, name: &str) -> Option<&Attribute> {
         self.attributes.iter().find(|a| a.0 == name).map(|a| &a.1)
     }
@@ -44,6 +64,21 @@ impl Node {
     pub fn int(&self, name: &str) -> Option<i64> {
         match self.attribute(name)? {
             Attribute::Int(value) => Some(*value),
+            _ => None,
+        }
+    }
+
+    pub fn ints(&self, name: &str) -> Option<&[i64]> {
+        match self.attribute(name)? {
+            Attribute::Ints(values) => Some(values),
+            _ => None,
+        }
+    }
+
+    /// A string attribute, if it is UTF-8.
+    pub fn text(&self, name: &str) -> Option<&str> {
+        match self.attribute(name)? {
+            Attribute::String(bytes) => std::str::from_utf8(bytes).ok(),
             _ => None,
         }
     }

@@ -64,6 +64,11 @@ impl Shapes {
         &self.facts[id.index()]
     }
 
+    /// What is known about the value; `None` for one that the graph got later.
+    pub fn known(&self, id: ValueId) -> Option<&Fact> {
+        self.facts.get(id.index())
+    }
+
     /// The shape if every size of it is known.
     pub fn shape(&self, id: ValueId) -> Option<Vec<usize>> {
         self.fact(id).full_shape()

@@ -1,0 +1,174 @@
+//! What holds of a graph's values for all sizes that its open dimensions may take.
+//!
+//! Shapes are inferred under a handful of very different sizes. What is the same under all of them (a shape's size, an
+//! integer computed from shapes) is taken to be constant, and a size that always equals a named dimension is that
+//! dimension. Sizes that contradict the graph (odd ones, where it halves) are left out.
+
+use std::collections::BTreeMap;
+
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+use super::bind_sizes::symbols;
+use crate::{
+    onnx::{DType, Dim, Model, Tensor, ValueId},
+    shapes::{Elements, Fact, Shapes, Sizes, infer},
+};
+
+/// Sizes of the open dimensions. Row by row a sample; the first dimension takes the first number, the second the second,
+/// and so on, around. Half of them are multiples of 16, as most models want them; no two dimensions are equal in one.
+const SAMPLES: [[usize; 8]; 6] = [
+    [32, 48, 80, 112, 176, 208, 272, 304],
+    [1, 2, 3, 5, 7, 11, 13, 17],
+    [64, 16, 96, 32, 160, 128, 224, 192],
+    [67, 35, 99, 131, 163, 195, 227, 259],
+    [4096, 1024, 2048, 512, 3072, 768, 1536, 256],
+    [1009, 499, 2003, 757, 1511, 877, 331, 127],
+];
+
+/// What is known about the values of one graph.
+pub struct Facts {
+    samples: Vec<(Sizes, Shapes)>,
+}
+
+impl Facts {
+    pub fn of(model: &Model) -> Facts {
+        let symbols = symbols(&model.graph);
+        let rows = if symbols.is_empty() { &SAMPLES[..1] } else { &SAMPLES[..] };
+        let sizes = |row: &[usize; 8]| -> Sizes {
+            let size = |i: usize| row[i % row.len()] * (1 + i / row.len());
+            symbols.iter().enumerate().map(|(i, name)| ((*name).to_owned(), size(i))).collect()
+        };
+        let inferred = |row| {
+            let sizes = sizes(row);
+            let shapes = infer(model, &sizes, &BTreeMap::new());
+            (sizes, shapes)
+        };
+        let mut samples: Vec<(Sizes, Shapes)> = rows.par_iter().map(inferred).collect();
+        let fewest = samples.iter().map(|(_, shapes)| shapes.conflicts.len()).min().unwrap_or(0);
+        samples.retain(|(_, shapes)| shapes.conflicts.len() == fewest);
+        Facts { samples }
+    }
+
+    /// The element type.
+    pub fn dtype(&self, value: ValueId) -> Option<DType> {
+        self.all(|_, fact| fact.dtype, value)
+    }
+
+    pub fn rank(&self, value: ValueId) -> Option<usize> {
+        self.all(|_, fact| fact.rank(), value)
+    }
+
+    /// The shape, as far as it is known. `None` if not even the rank is.
+    pub fn shape(&self, value: ValueId) -> Option<Vec<Dim>> {
+        (0..self.rank(value)?).map(|axis| Some(self.dim(value, axis))).collect()
+    }
+
+    /// The shape if it is the same whatever the open dimensions are.
+    pub fn fixed_shape(&self, value: ValueId) -> Option<Vec<usize>> {
+        self.all(|_, fact| fact.full_shape(), value)
+    }
+
+    /// The size along an axis; a negative axis counts from the end.
+    pub fn fixed_dim(&self, value: ValueId, axis: i64) -> Option<usize> {
+        self.all(|_, fact| size(fact, axis), value)
+    }
+
+    /// The size along an axis: a number, a named dimension, or unknown.
+    pub fn dim(&self, value: ValueId, axis: usize) -> Dim {
+        if let Some(size) = self.fixed_dim(value, axis as i64) {
+            return Dim::Fixed(size);
+        }
+        let Some(sizes) = self.sizes(value, axis as i64) else { return Dim::Unknown };
+        let same = |name: &&String| {
+            self.samples.iter().zip(&sizes).all(|((bound, _), size)| bound.get(*name) == Some(size))
+        };
+        let names = self.samples.first().into_iter().flat_map(|(bound, _)| bound.keys());
+        names.into_iter().find(same).map_or(Dim::Unknown, |name| Dim::Symbol(name.clone()))
+    }
+
+    /// The size along an axis in every sample; equal lists mean equal sizes.
+    pub fn sizes(&self, value: ValueId, axis: i64) -> Option<Vec<usize>> {
+        self.each(|fact| size(fact, axis), value)
+    }
+
+    /// Whether two values have the same shape, whatever the open dimensions are.
+    pub fn same_shape(&self, a: ValueId, b: ValueId) -> bool {
+        let shapes = |value| self.each(Fact::full_shape, value);
+        shapes(a).is_some_and(|shape| Some(shape) == shapes(b))
+    }
+
+    /// The value as a constant, if it is small, known and the same whatever the open dimensions are.
+    pub fn constant(&self, value: ValueId) -> Option<Tensor> {
+        let fact = self.all(|_, fact| Some(fact.clone()), value)?;
+        tensor(fact.dtype?, &fact.full_shape()?, fact.elements.as_ref()?)
+    }
+
+    /// The one element of a constant.
+    pub fn scalar(&self, value: ValueId) -> Option<f64> {
+        let elements = self.all(|_, fact| fact.elements.clone(), value)?;
+        match elements {
+            Elements::Ints(values) => one(&values).map(|v| v as f64),
+            Elements::Floats(values) => one(&values),
+        }
+    }
+
+    /// All integers of a small constant.
+    pub fn ints(&self, value: ValueId) -> Option<Vec<i64>> {
+        self.all(|_, fact| fact.ints(), value)
+    }
+
+    /// One integer of a small tensor, in every sample.
+    pub fn int_at(&self, value: ValueId, index: usize) -> Option<Vec<i64>> {
+        self.each(|fact| *fact.partial_ints()?.get(index)?, value)
+    }
+
+    fn each<T>(&self, ask: impl Fn(&Fact) -> Option<T>, value: ValueId) -> Option<Vec<T>> {
+        self.samples.iter().map(|(_, shapes)| ask(shapes.known(value)?)).collect()
+    }
+
+    /// What is the same in all samples.
+    fn all<T: PartialEq>(&self, ask: impl Fn(&Sizes, &Fact) -> Option<T>, value: ValueId) -> Option<T> {
+        let mut answers = self.samples.iter().map(|(sizes, shapes)| ask(sizes, shapes.known(value)?));
+        let first = answers.next()??;
+        answers.all(|answer| answer.as_ref() == Some(&first)).then_some(first)
+    }
+}
+
+fn size(fact: &Fact, axis: i64) -> Option<usize> {
+    let shape = fact.shape.as_ref()?;
+    let axis = if axis < 0 { axis + shape.len() as i64 } else { axis };
+    *shape.get(usize::try_from(axis).ok()?)?
+}
+
+fn one<T: Copy>(values: &[Option<T>]) -> Option<T> {
+    match values {
+        [value] => *value,
+        _ => None,
+    }
+}
+
+/// The tensor of fully known contents.
+fn tensor(dtype: DType, shape: &[usize], elements: &Elements) -> Option<Tensor> {
+    let bytes: Vec<u8> = match elements {
+        Elements::Ints(values) => {
+            let width = dtype.size()?;
+            let mut bytes = Vec::with_capacity(values.len() * width);
+            for value in values {
+                bytes.extend_from_slice(&(*value)?.to_le_bytes()[..width]);
+            }
+            bytes
+        }
+        Elements::Floats(values) => {
+            let values: Vec<f64> = values.iter().copied().collect::<Option<_>>()?;
+            match dtype {
+                DType::F64 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+                DType::F32 => values.iter().flat_map(|v| (*v as f32).to_le_bytes()).collect(),
+                DType::F16 => values.iter().flat_map(|v| f16::from_f64(*v).to_le_bytes()).collect(),
+                DType::BF16 => values.iter().flat_map(|v| bf16::from_f64(*v).to_le_bytes()).collect(),
+                _ => return None,
+            }
+        }
+    };
+    Some(Tensor::inline(dtype, shape, bytes))
+}

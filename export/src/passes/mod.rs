@@ -1,0 +1,67 @@
+//! Graph rewriting: one pass per file, an ordered table, and named sequences of them.
+//!
+//! A pass looks at the main graph of a model, rewrites what it knows, and says what it left alone and why. Most passes
+//! put new nodes in the place of the last node of a pattern; what nothing uses any more is dropped by the runner. Nothing
+//! here reads a weight's bytes: passes make lazy tensors, so that a model of any size is rewritten in constant memory.
+
+mod bind_sizes;
+mod drop_dead;
+mod facts;
+mod outcome;
+mod replacement;
+mod run;
+mod settings;
+mod view;
+
+pub use facts::Facts;
+pub use outcome::{Outcome, Refusal};
+pub use replacement::Replacement;
+pub use run::{Event, PassError, Report, apply};
+pub use settings::{AttentionForm, Linears, Settings};
+pub use view::View;
+
+use crate::onnx::Model;
+
+/// One rewrite.
+#[derive(Debug)]
+pub struct Pass {
+    pub name: &'static str,
+    /// What it does, before -> after, in a line.
+    pub what: &'static str,
+    /// What is wrong with graphs without it.
+    pub why: &'static str,
+    pub run: fn(&mut Model, &Settings) -> Result<Outcome, PassError>,
+}
+
+/// All passes. Adding one is a file and a line here.
+pub const PASSES: &[&Pass] = &[&bind_sizes::PASS, &drop_dead::PASS];
+
+/// Passes that are run together, in order and again until nothing changes.
+#[derive(Debug)]
+pub struct Sequence {
+    pub name: &'static str,
+    pub what: &'static str,
+    pub passes: &'static [&'static str],
+}
+
+pub const SEQUENCES: &[Sequence] = &[Sequence {
+    name: "lean",
+    what: "the same numbers to the bit, without what exporters leave behind; running it again changes nothing",
+    passes: &["bind_sizes", "drop_dead"],
+}];
+
+/// The pass of that name.
+pub fn pass(name: &str) -> Result<&'static Pass, PassError> {
+    PASSES
+        .iter()
+        .copied()
+        .find(|pass| pass.name == name)
+        .ok_or_else(|| PassError::UnknownPass(name.to_owned()))
+}
+
+/// The passes of the sequence of that name.
+pub fn sequence(name: &str) -> Result<Vec<&'static Pass>, PassError> {
+    let found = SEQUENCES.iter().find(|sequence| sequence.name == name);
+    let found = found.ok_or_else(|| PassError::UnknownSequence(name.to_owned()))?;
+    found.passes.iter().map(|name| pass(name)).collect()
+}

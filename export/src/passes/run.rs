@@ -1,0 +1,94 @@
+//! Runs passes, again until nothing changes.
+
+use std::collections::BTreeMap;
+
+use super::{Outcome, Pass, Refusal, Settings, bind_sizes, drop_dead};
+use crate::onnx::{ComputeError, GraphError, Model};
+
+/// Rounds over a list of passes. What one pass makes possible for an earlier one is done in the next round; graphs in the
+/// wild settle after two or three.
+const MAX_ROUNDS: usize = 12;
+
+/// Why a model could not be rewritten.
+#[derive(Debug, thiserror::Error)]
+pub enum PassError {
+    #[error("there is no pass '{0}'; `viaduct rewrite --list` names them")]
+    UnknownPass(String),
+    #[error("there is no sequence '{0}'; `viaduct rewrite --list` names them")]
+    UnknownSequence(String),
+    #[error("the pass {pass} made an invalid graph: {source}; this is a bug, please report it")]
+    Invalid { pass: &'static str, source: GraphError },
+    #[error("the passes {passes} still find work after {MAX_ROUNDS} rounds; this is a bug, please report it")]
+    Unsettled { passes: String },
+    #[error("the constant '{tensor}': {source}")]
+    Constant { tensor: String, source: ComputeError },
+    #[error("the graph has no dimension '{name}' to bind; it has {known}")]
+    UnknownSize { name: String, known: String },
+}
+
+/// What one pass did in all rounds.
+#[derive(Clone, Debug)]
+pub struct Report {
+    pub pass: &'static Pass,
+    pub applied: usize,
+    /// As the last round found them.
+    pub refused: Vec<Refusal>,
+}
+
+impl Report {
+    /// Refusals counted by reason, each with the first place.
+    pub fn reasons(&self) -> BTreeMap<&str, (usize, &str)> {
+        let mut reasons = BTreeMap::new();
+        for refusal in &self.refused {
+            reasons.entry(refusal.why.as_ref()).or_insert((0, refusal.place.as_str())).0 += 1;
+        }
+        reasons
+    }
+}
+
+/// What happens while passes run.
+#[derive(Clone, Copy, Debug)]
+pub struct Event {
+    /// From 1.
+    pub round: usize,
+    /// The pass that begins.
+    pub pass: &'static str,
+}
+
+/// Runs the passes in order, and all of them again until a round changes nothing. After each one the graph is checked,
+/// and what nothing uses any more is dropped.
+pub fn apply(
+    model: &mut Model,
+    passes: &[&'static Pass],
+    settings: &Settings,
+    listener: &mut dyn FnMut(Event),
+) -> Result<Vec<Report>, PassError> {
+    bind_sizes::check(&model.graph, settings)?;
+    let mut reports: Vec<Report> =
+        passes.iter().map(|pass| Report { pass, applied: 0, refused: Vec::new() }).collect();
+    for round in 1..=MAX_ROUNDS {
+        let mut applied = 0;
+        for report in &mut reports {
+            listener(Event { round, pass: report.pass.name });
+            let outcome = run_one(model, report.pass, settings)?;
+            applied += outcome.applied;
+            report.applied += outcome.applied;
+            report.refused = outcome.refused;
+        }
+        if applied == 0 {
+            return Ok(reports);
+        }
+    }
+    let passes = passes.iter().map(|pass| pass.name).collect::<Vec<_>>().join(", ");
+    Err(PassError::Unsettled { passes })
+}
+
+fn run_one(model: &mut Model, pass: &'static Pass, settings: &Settings) -> Result<Outcome, PassError> {
+    let outcome = (pass.run)(model, settings)?;
+    if outcome.applied > 0 {
+        drop_dead::sweep(model);
+        let invalid = |source| PassError::Invalid { pass: pass.name, source };
+        model.graph.validate().map_err(invalid)?;
+    }
+    Ok(outcome)
+}
