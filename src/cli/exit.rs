@@ -3,6 +3,7 @@
 use viaduct_export::{
     arch::{ArchError, SizesError, flux2::Flux2Error as Flux2ExportError},
     bundle::ExportError,
+    passes::PassError,
     recipe::RecipeError,
 };
 
@@ -29,6 +30,9 @@ pub fn code_of(error: &anyhow::Error) -> u8 {
 
 /// The code of one link of the error's chain, if it decides the matter.
 fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
+    if let Some(e) = error.downcast_ref::<PassError>() {
+        return Some(pass_code(e));
+    }
     if error.is::<UsageError>() || error.is::<SizeError>() {
         return Some(USAGE);
     }
@@ -94,6 +98,13 @@ fn export_code(error: &ExportError) -> Option<u8> {
             _ => Some(FAILED),
         },
         _ => Some(FAILED),
+    }
+}
+
+fn pass_code(error: &PassError) -> u8 {
+    match error {
+        PassError::UnknownPass(_) | PassError::UnknownSequence(_) | PassError::UnknownSize { .. } => USAGE,
+        _ => FAILED,
     }
 }
 

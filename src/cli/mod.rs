@@ -10,6 +10,7 @@ mod memory;
 mod printer;
 mod progress;
 mod report;
+mod rewrite;
 mod runs;
 mod stop_at;
 mod verify;
@@ -56,6 +57,7 @@ enum Command {
     Generate(generate::Arguments),
     Verify(verify::Arguments),
     Report(report::Arguments),
+    Rewrite(rewrite::Arguments),
     Inspect(inspect::Arguments),
     Doctor(doctor::Arguments),
     /// What `generate` starts for itself: one component of a model, served over standard input and output
@@ -160,7 +162,7 @@ pub fn misuse(error: &clap::Error) -> anyhow::Result<()> {
         return printer::print(&text);
     }
     if error.kind() == NoCommand {
-        let message = "no command; `viaduct export`, `generate`, `verify`, `report`, `inspect` and `doctor` take --help";
+        let message = "no command; `viaduct export`, `generate`, `verify`, `report`, `rewrite`, `inspect` and `doctor` take --help";
         return Err(exit::UsageError(message.to_owned()).into());
     }
     let message = text.split("\n\nUsage:").next().unwrap_or(&text);
@@ -176,6 +178,7 @@ pub fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Generate(arguments) => generate::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),
         Command::Report(arguments) => report::run(&arguments),
+        Command::Rewrite(arguments) => rewrite::run(&arguments),
         Command::Inspect(arguments) => inspect::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Worker => Ok(serve()?),

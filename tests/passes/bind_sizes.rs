@@ -26,7 +26,7 @@ fn a_named_dimension_becomes_a_number() {
 #[test]
 fn a_name_that_no_input_has_is_an_error_that_names_those_there_are() {
     let settings = Settings { sizes: [("row".to_owned(), 2)].into(), ..Settings::default() };
-    let error = apply(&mut net().model(&["y"]), &[pass("bind_sizes").unwrap()], &settings, &mut |_| ());
+    let error = apply(&mut net().model(&["y"]), &[pass("bind_sizes").unwrap()], &settings);
     let Err(PassError::UnknownSize { name, known }) = error else { panic!("{error:?}") };
     assert_eq!((name.as_str(), known.as_str()), ("row", "rows"));
 }

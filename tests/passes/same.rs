@@ -78,10 +78,10 @@ pub fn passes(
 /// Runs passes and asserts that a second run changes nothing; the model need not run.
 pub fn rewrite(model: &Model, passes: &[&'static Pass], settings: &Settings) -> Rewritten {
     let mut rewritten = model.clone();
-    let reports = apply(&mut rewritten, passes, settings, &mut |_| ()).unwrap();
+    let reports = apply(&mut rewritten, passes, settings).unwrap();
     let mut again = rewritten.clone();
     let settled = Settings { sizes: BTreeMap::new(), ..settings.clone() };
-    let second = apply(&mut again, passes, &settled, &mut |_| ()).unwrap();
+    let second = apply(&mut again, passes, &settled).unwrap();
     assert!(second.iter().all(|report| report.applied == 0), "a second run applied {second:?}");
     assert_eq!(
         model_bytes(&rewritten).unwrap(),

@@ -16,7 +16,7 @@ mod view;
 pub use facts::Facts;
 pub use outcome::{Outcome, Refusal};
 pub use replacement::Replacement;
-pub use run::{Event, PassError, Report, apply};
+pub use run::{PassError, Report, apply};
 pub use settings::{AttentionForm, Linears, Settings};
 pub use view::View;
 

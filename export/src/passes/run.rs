@@ -46,30 +46,19 @@ impl Report {
     }
 }
 
-/// What happens while passes run.
-#[derive(Clone, Copy, Debug)]
-pub struct Event {
-    /// From 1.
-    pub round: usize,
-    /// The pass that begins.
-    pub pass: &'static str,
-}
-
 /// Runs the passes in order, and all of them again until a round changes nothing. After each one the graph is checked,
 /// and what nothing uses any more is dropped.
 pub fn apply(
     model: &mut Model,
     passes: &[&'static Pass],
     settings: &Settings,
-    listener: &mut dyn FnMut(Event),
 ) -> Result<Vec<Report>, PassError> {
     bind_sizes::check(&model.graph, settings)?;
     let mut reports: Vec<Report> =
         passes.iter().map(|pass| Report { pass, applied: 0, refused: Vec::new() }).collect();
-    for round in 1..=MAX_ROUNDS {
+    for _ in 0..MAX_ROUNDS {
         let mut applied = 0;
         for report in &mut reports {
-            listener(Event { round, pass: report.pass.name });
             let outcome = run_one(model, report.pass, settings)?;
             applied += outcome.applied;
             report.applied += outcome.applied;

@@ -2,7 +2,7 @@
 
 use regex::Regex;
 
-use crate::{quant::BlockFormat, shapes::Sizes};
+use crate::shapes::Sizes;
 
 /// Settings of all passes; each reads what concerns it.
 #[derive(Clone, Debug, Default)]
@@ -16,8 +16,10 @@ pub struct Settings {
 /// Which matrix products are quantised, and how.
 #[derive(Clone, Debug)]
 pub struct Linears {
-    /// The type of the scales follows the activations, whatever this says.
-    pub format: BlockFormat,
+    /// Values along the rows that share a scale: 16, 32, 64, 128 or 256.
+    pub block: usize,
+    /// Four-bit blocks without zero points; blocks of eight bits never have them.
+    pub symmetric: bool,
     /// `accuracy_level` of MatMulNBits.
     pub accuracy_level: i64,
     /// Names of weights; all if there is none.
@@ -37,10 +39,9 @@ pub enum AttentionForm {
 }
 
 impl Default for Linears {
-    /// Eight bits in symmetric blocks of 32, what the fast kernels take.
+    /// Blocks of 32, what the fast kernels take.
     fn default() -> Linears {
-        let format = BlockFormat { bits: 8, block: 32, symmetric: true, scale: crate::onnx::DType::F32 };
-        Linears { format, accuracy_level: 4, include: Vec::new(), exclude: Vec::new() }
+        Linears { block: 32, symmetric: false, accuracy_level: 4, include: Vec::new(), exclude: Vec::new() }
     }
 }
 
