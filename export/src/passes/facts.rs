@@ -118,9 +118,37 @@ impl Facts {
         self.all(|_, fact| fact.ints(), value)
     }
 
+    /// All elements of a small constant of any type of numbers.
+    pub fn floats(&self, value: ValueId) -> Option<Vec<f64>> {
+        match self.all(|_, fact| fact.elements.clone(), value)? {
+            Elements::Floats(values) => values.into_iter().collect(),
+            Elements::Ints(values) => {
+                values.into_iter().map(|value| value.map(|value| value as f64)).collect()
+            }
+        }
+    }
+
     /// One integer of a small tensor, in every sample.
     pub fn int_at(&self, value: ValueId, index: usize) -> Option<Vec<i64>> {
         self.each(|fact| *fact.partial_ints()?.get(index)?, value)
+    }
+
+    /// Open dimensions that integers, one in every sample, are computed from: the one that they are, are a multiple of, or
+    /// differ from by a constant; else all.
+    pub fn symbols_of(&self, ints: &[i64]) -> Vec<String> {
+        let Some((sizes, _)) = self.samples.first() else { return Vec::new() };
+        let like = |name: &&String| {
+            let bound =
+                self.samples.iter().map(|(sizes, _)| sizes.get(*name).map_or(0, |size| *size as i128));
+            let pairs: Vec<(i128, i128)> =
+                bound.zip(ints).map(|(size, int)| (size, i128::from(*int))).collect();
+            let Some((size, int)) = pairs.first() else { return false };
+            pairs.iter().all(|(s, i)| s * int == size * i) || pairs.iter().all(|(s, i)| s - i == size - int)
+        };
+        match sizes.keys().find(like) {
+            Some(name) => vec![name.clone()],
+            None => sizes.keys().cloned().collect(),
+        }
     }
 
     fn each<T>(&self, ask: impl Fn(&Fact) -> Option<T>, value: ValueId) -> Option<Vec<T>> {
