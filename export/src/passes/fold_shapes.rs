@@ -56,6 +56,12 @@ enum Edit {
     Same {
         x: ValueId,
     },
+    /// A Slice along the axis for each part of a Split.
+    Slices {
+        x: ValueId,
+        axis: i64,
+        parts: Vec<(ValueId, i64, i64)>,
+    },
     /// The same operator with other inputs.
     Inputs {
         node: Node,
@@ -81,6 +87,13 @@ fn run(model: &mut Model, _: &Settings) -> Result<Outcome, PassError> {
                 group_norm(&mut new, x, norm, [groups, channels, rank], output);
             }
             Edit::Same { x } => new.op_into("Identity", &[x], &[], output),
+            Edit::Slices { x, axis, parts } => {
+                let axis = new.ints(&[axis]);
+                for (part, start, end) in parts {
+                    let (start, end) = (new.ints(&[start]), new.ints(&[end]));
+                    new.op_into("Slice", &[x, start, end, axis], &[], part);
+                }
+            }
             Edit::Inputs { mut node, constants } => {
                 for (index, tensor) in constants {
                     let value = new.constant(tensor);
@@ -165,10 +178,14 @@ fn find(view: &View<'_>) -> (Vec<(NodeId, ValueId, Edit)>, Outcome) {
             "Expand" => expanded(view, node, output),
             "Slice" => sliced(view, node),
             "Resize" => resized(view, node, output),
+            "Split" => split(view, node),
             _ => Err(dependence(view, &open)),
         };
         match edit {
             Ok(edit) => edits.push((id, output, edit)),
+            Err(why) if why == UNKNOWN || why == DATA => {
+                outcome.refuse(view.graph.label(id), view.facts().contradiction().map_or(why, Cow::Owned));
+            }
             Err(why) => outcome.refuse(view.graph.label(id), why),
         }
     }
@@ -307,6 +324,26 @@ fn bound(sizes: Option<&[i64]>, own: &[i64], is_end: bool) -> Option<i64> {
     let from_end = own.first()?.checked_sub(*sizes.first()?)?;
     let same = own.iter().zip(sizes).all(|(bound, size)| bound.checked_sub(*size) == Some(from_end));
     (same && from_end < 0).then_some(from_end)
+}
+
+/// Parts whose places are the same from the start or from the end.
+fn split(view: &View<'_>, node: &Node) -> Result<Edit, Why> {
+    let x = node.input(0).ok_or(UNKNOWN)?;
+    let axis = node.int("axis").unwrap_or(0);
+    let whole = signed(&view.facts().sizes(x, axis).ok_or(UNKNOWN)?);
+    let mut at = vec![0i64; whole.len()];
+    let mut parts = Vec::new();
+    for output in &node.outputs {
+        let output = output.ok_or(UNKNOWN)?;
+        let sizes = signed(&view.facts().sizes(output, axis).ok_or(UNKNOWN)?);
+        let ends: Vec<i64> = at.iter().zip(&sizes).map(|(at, size)| at.saturating_add(*size)).collect();
+        let (start, end) = (bound(Some(&whole), &at, false), bound(Some(&whole), &ends, true));
+        let (start, end) =
+            start.zip(end).ok_or_else(|| on_sizes(view.facts(), std::slice::from_ref(&ends)))?;
+        parts.push((output, start, end));
+        at = ends;
+    }
+    Ok(Edit::Slices { x, axis, parts })
 }
 
 /// Whole factors, and their inverses where they are exact.

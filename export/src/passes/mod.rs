@@ -6,12 +6,14 @@
 
 mod bind_sizes;
 mod constant_nodes;
+mod dedupe_initializers;
 mod drop_dead;
 mod eliminate_identity;
 mod expression;
 mod facts;
 mod fold_constants;
 mod fold_shapes;
+mod merge_duplicates;
 mod outcome;
 mod replacement;
 mod reshape_plan;
@@ -46,6 +48,8 @@ pub const PASSES: &[&Pass] = &[
     &fold_constants::PASS,
     &fold_shapes::PASS,
     &eliminate_identity::PASS,
+    &dedupe_initializers::PASS,
+    &merge_duplicates::PASS,
     &drop_dead::PASS,
 ];
 
@@ -60,7 +64,15 @@ pub struct Sequence {
 pub const SEQUENCES: &[Sequence] = &[Sequence {
     name: "lean",
     what: "the same numbers to the bit, without what exporters leave behind; running it again changes nothing",
-    passes: &["bind_sizes", "fold_constants", "fold_shapes", "eliminate_identity", "drop_dead"],
+    passes: &[
+        "bind_sizes",
+        "fold_constants",
+        "fold_shapes",
+        "eliminate_identity",
+        "dedupe_initializers",
+        "merge_duplicates",
+        "drop_dead",
+    ],
 }];
 
 /// The pass of that name.

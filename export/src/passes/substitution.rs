@@ -26,10 +26,6 @@ impl Substitution {
         value
     }
 
-    pub fn len(&self) -> usize {
-        self.new.len()
-    }
-
     pub fn apply(&self, graph: &mut Graph) {
         if self.new.is_empty() {
             return;
