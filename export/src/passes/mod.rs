@@ -13,6 +13,7 @@ mod expression;
 mod facts;
 mod fold_constants;
 mod fold_shapes;
+mod keep_rows;
 mod merge_duplicates;
 mod outcome;
 mod replacement;
@@ -47,6 +48,7 @@ pub const PASSES: &[&Pass] = &[
     &bind_sizes::PASS,
     &fold_constants::PASS,
     &fold_shapes::PASS,
+    &keep_rows::PASS,
     &eliminate_identity::PASS,
     &dedupe_initializers::PASS,
     &merge_duplicates::PASS,
