@@ -64,17 +64,18 @@ impl<'a> ConstantNodes<'a> {
         let nodes = self.nodes_of(root);
         let mut leaves: Vec<(ValueId, Tensor)> = Vec::new();
         let mut operations = Vec::new();
-        let mut results: HashMap<ValueId, usize> = HashMap::new();
+        let mut known: HashMap<ValueId, Operand> = HashMap::new();
         for id in nodes.iter().rev() {
             let step = self.steps.get(id)?;
             let mut operands = Vec::new();
             for value in &step.operands {
-                operands.push(match results.get(value) {
-                    Some(result) => Operand::Result(*result),
-                    None => Operand::Leaf(self.leaf(&mut leaves, *value)?),
-                });
+                if !known.contains_key(value) {
+                    known.insert(*value, Operand::Leaf(leaves.len()));
+                    leaves.push((*value, self.constant(*value)?.clone()));
+                }
+                operands.push(*known.get(value)?);
             }
-            results.insert(self.view.graph[*id].output(0)?, operations.len());
+            known.insert(self.view.graph[*id].output(0)?, Operand::Result(operations.len()));
             let (action, dtype, shape) = (step.action.clone(), step.dtype, step.shape.clone());
             operations.push(Operation { action, operands, dtype, shape });
         }
@@ -99,13 +100,8 @@ impl<'a> ConstantNodes<'a> {
         nodes
     }
 
-    fn leaf(&self, leaves: &mut Vec<(ValueId, Tensor)>, value: ValueId) -> Option<usize> {
-        if let Some(at) = leaves.iter().position(|leaf| leaf.0 == value) {
-            return Some(at);
-        }
-        let tensor = self.view.constant(value).or_else(|| self.made.get(&value))?;
-        leaves.push((value, tensor.clone()));
-        Some(leaves.len() - 1)
+    fn constant(&self, value: ValueId) -> Option<&Tensor> {
+        self.view.constant(value).or_else(|| self.made.get(&value))
     }
 
     /// Nothing if the file would grow, if steps in between are much larger than what they are made of, or if a constant
@@ -188,8 +184,8 @@ fn step(view: &View<'_>, node: &Node, known: &Known) -> Option<Step> {
             one(Action::Rearrange { offset: 0, strides: stretch(shape, &to)? }, whole_bytes(*dtype)?, to)
         }
         "Slice" => {
-            let (offset, strides) = sliced(view, node, shape)?;
             let to = view.facts().fixed_shape(node.output(0)?)?;
+            let (offset, strides) = sliced(view, node, shape, &to)?;
             one(Action::Rearrange { offset, strides }, whole_bytes(*dtype)?, to)
         }
         "Gather" => gathered(view, node, known),
@@ -236,8 +232,8 @@ fn transposed(shape: &[usize], perm: Option<&[i64]>) -> Option<(Vec<isize>, Vec<
     Some(perm.iter().map(|axis| (own[*axis], shape[*axis])).unzip())
 }
 
-/// Offset and strides; the operands are inputs, as in all versions since 10.
-fn sliced(view: &View<'_>, node: &Node, shape: &[usize]) -> Option<(usize, Vec<isize>)> {
+/// Offset and strides of a part of that shape; the bounds are inputs, as in all versions since 10.
+fn sliced(view: &View<'_>, node: &Node, shape: &[usize], to: &[usize]) -> Option<(usize, Vec<isize>)> {
     let list = |index: usize| node.input(index).map(|value| view.facts().ints(value));
     let starts = list(1)??;
     let axes = match list(3) {
@@ -245,18 +241,26 @@ fn sliced(view: &View<'_>, node: &Node, shape: &[usize]) -> Option<(usize, Vec<i
         None => (0..starts.len()).collect(),
     };
     let steps = list(4).unwrap_or_else(|| Some(vec![1; starts.len()]))?;
+    if starts.len() != axes.len() || axes.len() != steps.len() || to.len() != shape.len() {
+        return None;
+    }
     let mut strides = row_major(shape)?;
     let mut offset = 0usize;
-    for ((start, axis), step) in starts.iter().zip(&axes).zip(&steps) {
-        let size = i64::try_from(*shape.get(*axis)?).ok()?;
-        let counted = if *start < 0 { start.checked_add(size)? } else { *start };
-        let first = counted.clamp(0, if *step > 0 { size } else { (size - 1).max(0) });
-        let stride = strides[*axis];
-        offset =
-            offset.checked_add(usize::try_from(first.checked_mul(i64::try_from(stride).ok()?)?).ok()?)?;
-        strides[*axis] = stride.checked_mul(isize::try_from(*step).ok()?)?;
+    for (axis, size) in shape.iter().enumerate() {
+        let Some(at) = axes.iter().position(|cut| *cut == axis) else {
+            (to[axis] == *size).then_some(())?;
+            continue;
+        };
+        let (size, len) = (i64::try_from(*size).ok()?, i64::try_from(to[axis]).ok()?);
+        let counted = if starts[at] < 0 { starts[at].checked_add(size)? } else { starts[at] };
+        let first = counted.clamp(0, if steps[at] > 0 { size } else { (size - 1).max(0) });
+        let last = first.checked_add((len - 1).max(0).checked_mul(steps[at])?)?;
+        (len == 0 || (0..size).contains(&last)).then_some(())?;
+        offset = offset
+            .checked_add(usize::try_from(first.checked_mul(i64::try_from(strides[axis]).ok()?)?).ok()?)?;
+        strides[axis] = strides[axis].checked_mul(isize::try_from(steps[at]).ok()?)?;
     }
-    (starts.len() == axes.len() && axes.len() == steps.len()).then_some((offset, strides))
+    Some((offset, strides))
 }
 
 fn gathered(view: &View<'_>, node: &Node, known: &Known) -> Option<Step> {

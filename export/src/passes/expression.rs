@@ -217,11 +217,12 @@ fn rearrange(
         out.extend_from_slice(element.ok_or("a place outside of a constant")?);
         for axis in (0..shape.len()).rev() {
             at[axis] += 1;
-            place += strides[axis];
+            // A step along an axis of size 1 may be as long as it likes: it is taken back.
+            place = place.wrapping_add(strides[axis]);
             if at[axis] < shape[axis] {
                 break;
             }
-            place -= strides[axis] * isize::try_from(at[axis])?;
+            place = place.wrapping_sub(strides[axis].wrapping_mul(isize::try_from(at[axis])?));
             at[axis] = 0;
         }
     }

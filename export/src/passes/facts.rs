@@ -40,9 +40,14 @@ impl Facts {
             let size = |i: usize| row[i % row.len()] * (1 + i / row.len());
             symbols.iter().enumerate().map(|(i, name)| ((*name).to_owned(), size(i))).collect()
         };
+        // Initializers that callers may replace are no constants: nothing but their types and shapes is known.
+        let graph = &model.graph;
+        let defaults = graph.inputs.iter().filter(|id| graph[**id].constant.is_some());
+        let contents: BTreeMap<String, Fact> =
+            defaults.map(|id| (graph[*id].name.clone(), Fact::default())).collect();
         let inferred = |row| {
             let sizes = sizes(row);
-            let shapes = infer(model, &sizes, &BTreeMap::new());
+            let shapes = infer(model, &sizes, &contents);
             (sizes, shapes)
         };
         let mut samples: Vec<(Sizes, Shapes)> = rows.par_iter().map(inferred).collect();

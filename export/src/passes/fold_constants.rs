@@ -42,7 +42,10 @@ fn run(model: &mut Model, _: &Settings) -> Result<Outcome, PassError> {
     Ok(outcome)
 }
 
-type Folded = Vec<(NodeId, Vec<(ValueId, Tensor)>)>;
+/// A node's outputs.
+type Constants = Vec<(ValueId, Tensor)>;
+
+type Folded = Vec<(NodeId, Constants)>;
 
 fn find(view: &View<'_>) -> Result<(Folded, Outcome), PassError> {
     let mut outcome = Outcome::default();
@@ -74,7 +77,7 @@ fn fold(
     constants: &mut ConstantNodes<'_>,
     id: NodeId,
     node: &Node,
-) -> Result<Option<Result<Vec<(ValueId, Tensor)>, &'static str>>, PassError> {
+) -> Result<Option<Result<Constants, &'static str>>, PassError> {
     let Some(first) = node.outputs.iter().flatten().next() else { return Ok(None) };
     if node.is("Constant") {
         return Ok(Some(constant(node).map(|tensor| vec![(*first, tensor)]).ok_or(OTHER_FORM)));
@@ -84,10 +87,12 @@ fn fold(
         return Ok(Some(Ok(known)));
     }
     if constants.has(id) {
+        if constants.is_operand(*first) {
+            return Ok(None);
+        }
         let tensor = constants.tensor(id).transpose();
         let tensor = tensor.map_err(|source| PassError::Constant { tensor: place(view, node), source })?;
-        return Ok((!constants.is_operand(*first))
-            .then(|| tensor.map(|tensor| vec![(*first, tensor)]).ok_or(LARGER)));
+        return Ok(Some(tensor.map(|tensor| vec![(*first, tensor)]).ok_or(LARGER)));
     }
     let constant = |input: &ValueId| view.constant(*input).is_some();
     let all = node.inputs.iter().flatten().count() > 0 && node.inputs.iter().flatten().all(constant);
