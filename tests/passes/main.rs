@@ -6,4 +6,10 @@ mod runtime_support;
 mod same;
 
 mod bind_sizes;
+mod dedupe_initializers;
 mod drop_dead;
+mod eliminate_identity;
+mod fold_constants;
+mod fold_shapes;
+mod keep_rows;
+mod merge_duplicates;

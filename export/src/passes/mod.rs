@@ -5,12 +5,22 @@
 //! here reads a weight's bytes: passes make lazy tensors, so that a model of any size is rewritten in constant memory.
 
 mod bind_sizes;
+mod constant_nodes;
+mod dedupe_initializers;
 mod drop_dead;
+mod eliminate_identity;
+mod expression;
 mod facts;
+mod fold_constants;
+mod fold_shapes;
+mod keep_rows;
+mod merge_duplicates;
 mod outcome;
 mod replacement;
+mod reshape_plan;
 mod run;
 mod settings;
+mod substitution;
 mod view;
 
 pub use facts::Facts;
@@ -34,7 +44,16 @@ pub struct Pass {
 }
 
 /// All passes. Adding one is a file and a line here.
-pub const PASSES: &[&Pass] = &[&bind_sizes::PASS, &drop_dead::PASS];
+pub const PASSES: &[&Pass] = &[
+    &bind_sizes::PASS,
+    &fold_constants::PASS,
+    &fold_shapes::PASS,
+    &keep_rows::PASS,
+    &eliminate_identity::PASS,
+    &dedupe_initializers::PASS,
+    &merge_duplicates::PASS,
+    &drop_dead::PASS,
+];
 
 /// Passes that are run together, in order and again until nothing changes.
 #[derive(Debug)]
@@ -47,7 +66,15 @@ pub struct Sequence {
 pub const SEQUENCES: &[Sequence] = &[Sequence {
     name: "lean",
     what: "the same numbers to the bit, without what exporters leave behind; running it again changes nothing",
-    passes: &["bind_sizes", "drop_dead"],
+    passes: &[
+        "bind_sizes",
+        "fold_constants",
+        "fold_shapes",
+        "eliminate_identity",
+        "dedupe_initializers",
+        "merge_duplicates",
+        "drop_dead",
+    ],
 }];
 
 /// The pass of that name.

@@ -75,6 +75,8 @@ pub fn apply(
 fn run_one(model: &mut Model, pass: &'static Pass, settings: &Settings) -> Result<Outcome, PassError> {
     let outcome = (pass.run)(model, settings)?;
     if outcome.applied > 0 {
+        // Since version 4 of the format, initializers need not be graph inputs.
+        model.ir_version = model.ir_version.max(4);
         drop_dead::sweep(model);
         let invalid = |source| PassError::Invalid { pass: pass.name, source };
         model.graph.validate().map_err(invalid)?;
