@@ -68,12 +68,17 @@ check-setup: ## Try `make setup` where it could go wrong: killed, corrupt files,
 	@tools/setup/check_provision.sh
 
 .PHONY: verify
-verify: setup build ## Compare the pipeline with the reference implementation, tensor by tensor
+verify: setup build python ## Compare the pipeline with the reference implementation, tensor by tensor
 	tools/verify.sh
 
 .PHONY: bench
 bench: setup build python ## Measure speed and memory
 	.venv/bin/python tools/bench/bench.py
+
+.PHONY: bench-rewrite
+bench-rewrite: build ## Measure rewriting against other tools, on a model of 3 GiB (10 GB of disk, 12 GB of memory)
+	@tools/setup/python.sh .cache/bench-rewrite tools/bench/requirements-rewrite.txt onnxsim,onnxslim
+	.cache/bench-rewrite/bin/python tools/bench_rewrite.py
 
 .PHONY: clean
 clean: ## Remove everything that was built, provisioned or written here

@@ -46,9 +46,10 @@ impl Output {
     }
 
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), WriteError> {
-        let written = self.temporary.as_file_mut().write_all(bytes);
+        let (file, hash) = (self.temporary.as_file_mut(), &mut self.hash);
+        // Hashing takes a quarter of the time that copying takes; side by side it costs nothing.
+        let (written, ()) = rayon::join(|| file.write_all(bytes), || hash.update(bytes));
         written.map_err(|source| WriteError::Io { file: self.path.clone(), source })?;
-        self.hash.update(bytes);
         self.bytes += bytes.len() as u64;
         Ok(())
     }
