@@ -44,7 +44,7 @@ ALL = ("transformer", "vae_")
 CASES = (
     Case("split", 768, BOTH, ALL, (USUAL, FEWEST)),
     Case("split", 1280, BOTH, ALL),
-    Case("half", 1280, BOTH, ("vae_post",), (USUAL, FEWEST)),
+    Case("half", 1280, ("webgpu",), ("vae_post",), (USUAL, FEWEST)),
     Case("unsplit", 1408, ("webgpu",), ("vae_",)),
     Case("unsplit", 4096, ("cpu",), ("vae_post",)),
     Case("unsplit", 1792, BOTH, ("transformer",)),
