@@ -246,15 +246,23 @@ impl Stage<'_> {
         let failed = |reason: &str| RuntimeError::from_run(&self.name, format!("input {name}: {reason}"));
         let c_name = CString::new(name).map_err(|e| failed(&e.to_string()))?;
         let value = view(tensor).map_err(|e| failed(e.message()))?;
-        // SAFETY: the pointers are valid during the call. After it, the binding points to the elements, which `pinned`
-        // keeps where they are, behind a reference count or in a map, until another value is bound under the name or the
-        // binding is gone. They are only read, as a map demands: ONNX Runtime counts the caller among the users of an
-        // input, so that no kernel may write over it (core/framework/allocation_planner.cc).
+        // Given back first, so that two values are not there at once.
+        self.pinned.remove(name);
+        // SAFETY: the pointers are valid during the call, which does not read the value that it replaces. After it, the
+        // binding points to the elements, which `pinned` keeps where they are, behind a reference count or in a map, until
+        // another value is bound under the name or the binding is gone. They are only read, as a map demands: ONNX Runtime
+        // counts the caller among the users of an input, so that no kernel may write over it
+        // (core/framework/allocation_planner.cc).
         let bound = unsafe {
             let status = (ort::api().BindInput)(self.binding.ptr_mut(), c_name.as_ptr(), value.ptr());
             ort::Error::result_from_status(status)
         };
-        bound.map_err(|e| failed(e.message()))?;
+        if let Err(e) = bound {
+            // The value before is gone and must not be read: nothing is bound now.
+            self.binding.clear_inputs();
+            self.bound.clear();
+            return Err(failed(e.message()));
+        }
         self.pinned.insert(name.to_owned(), tensor.clone());
         Ok(())
     }

@@ -15,10 +15,9 @@ const WEBGPU_RUNTIME: u64 = 126 << 20;
 /// caller has it; an output as the runtime returns it and as the caller gets it.
 ///
 /// WebGPU's cache keeps its buffers meanwhile, so that its peak is one of two moments: an output is read back through a
-/// staging buffer, or a new value is bound through one while the old is still there
-/// (core/providers/webgpu/buffer_manager.cc, Download and Upload). On the CPU provider inputs and the runtime's outputs are
-/// tensors of the graph, part of the `held` bytes at its peak, and the caller's outputs are made when the others of the graph
-/// are gone.
+/// staging buffer, or an input is bound through one (core/providers/webgpu/buffer_manager.cc, Download and Upload). On the
+/// CPU provider inputs and the runtime's outputs are tensors of the graph, part of the `held` bytes at its peak, and the
+/// caller's outputs are made when the others of the graph are gone.
 pub(super) fn bytes(graph: &Graph, shapes: &Shapes, provider: Provider, held: u64) -> u64 {
     let size = |id: &ValueId| shapes.bytes(*id);
     let given = graph.inputs.iter().filter(|id| graph[**id].constant.is_none());
@@ -33,8 +32,7 @@ pub(super) fn bytes(graph: &Graph, shapes: &Shapes, provider: Provider, held: u6
         }
         Provider::WebGpu => {
             let reading = sum(&[output, output, largest(&outputs)]);
-            let binding = largest(&inputs).saturating_mul(2);
-            sum(&[WEBGPU_RUNTIME, input, reading.max(binding)])
+            sum(&[WEBGPU_RUNTIME, input, reading.max(largest(&inputs))])
         }
     }
 }
