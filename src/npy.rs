@@ -88,7 +88,7 @@ pub fn to_bytes(tensor: &HostTensor) -> Vec<u8> {
     bytes
 }
 
-/// Writes the bytes of a `.npy` file value by value: `out` should be buffered.
+/// Writes the bytes of a `.npy` file: the header, and the values as they lie in memory.
 pub fn write_to(out: &mut dyn Write, tensor: &HostTensor) -> io::Result<()> {
     let descr = match &tensor.values {
         Values::F32(_) => "<f4",
@@ -97,12 +97,7 @@ pub fn write_to(out: &mut dyn Write, tensor: &HostTensor) -> io::Result<()> {
         Values::U8(_) => "|u1",
     };
     out.write_all(&header::to_bytes(descr, &tensor.shape))?;
-    match &tensor.values {
-        Values::F32(v) => v.iter().try_for_each(|x| out.write_all(&x.to_le_bytes())),
-        Values::F16(v) => v.iter().try_for_each(|x| out.write_all(&x.to_le_bytes())),
-        Values::I64(v) => v.iter().try_for_each(|x| out.write_all(&x.to_le_bytes())),
-        Values::U8(v) => out.write_all(v),
-    }
+    out.write_all(tensor.values.as_bytes())
 }
 
 /// A checked header: the file holds exactly `data_bytes` from `data_at` on.

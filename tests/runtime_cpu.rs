@@ -2,12 +2,12 @@
 
 mod runtime_support;
 
-use std::{collections::BTreeMap, path::Path};
+use std::{collections::BTreeMap, fs, path::Path};
 
 use runtime_support::{Net, cases, cpu, int, noise, relative_error, run};
 use viaduct::{
     runtime::{DeviceKind, Provider, Runtime, RuntimeError, Stage, StageModel, lower, lower_within},
-    tensor::HostTensor,
+    tensor::{HostTensor, TensorFile, Values, as_bytes},
 };
 use viaduct_export::{
     device::DeviceProfile,
@@ -62,6 +62,42 @@ fn a_stage_runs_with_bound_and_given_inputs() {
         assert_eq!(outputs[0], HostTensor::f32(&[1, 2], vec![11.0 + step, 22.0 + step]));
         assert_eq!(outputs[1], HostTensor::f32(&[1, 2], vec![1.0 + step, 2.0 + step]));
     }
+}
+
+#[test]
+fn a_stage_keeps_what_is_bound_to_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("bias");
+    let mut runtime = cpu();
+    let mut stage = open(&mut runtime);
+    let a = HostTensor::f32(&[1, 3], vec![1.0, 2.0, 0.0]);
+    for round in 0..3 {
+        // The caller drops the bound tensor, in memory or in a mapped file, and changes the one of the run.
+        let bias = [10.0 * round as f32, 20.0];
+        let bound = match round {
+            1 => HostTensor::f32(&[1, 2], bias.to_vec()),
+            _ => {
+                fs::write(&path, as_bytes(&bias)).unwrap();
+                let values = Values::mapped(TensorFile::adopt(&path).unwrap(), DType::F32, 2).unwrap();
+                HostTensor::new(&[1, 2], values)
+            }
+        };
+        stage.bind("bias", &bound).unwrap();
+        drop(bound);
+        for first in [1.0, 5.0] {
+            let mut given = a.clone();
+            let Values::F32(values) = &mut given.values else { unreachable!() };
+            values.to_mut()[0] = first;
+            let outputs = stage.run(&[("a", &given)], &["z"]).unwrap();
+            assert_eq!(outputs[0], HostTensor::f32(&[1, 2], vec![first + bias[0], 2.0 + bias[1]]));
+        }
+        assert_eq!(path.exists(), round != 1, "a file lives as long as it is bound");
+    }
+    // After a value that is refused, the input counts as not bound.
+    assert!(stage.bind("bias", &HostTensor::f32(&[1, 3], noise(3, 3))).is_err());
+    assert!(stage.run(&[("a", &a)], &["z"]).is_err());
+    drop(stage);
+    assert!(!path.exists());
 }
 
 #[test]

@@ -207,6 +207,36 @@ fn a_convolution_is_laid_out_anew_before_and_after() {
     assert_eq!(live(&on(Provider::Cpu, &model, &[])), [9 * T]);
 }
 
+/// Two convolutions of 16 channels over a picture of 2x2.
+fn convolutions(dtype: DType) -> Model {
+    let dims = [1, 16, 2, 2].map(Dim::Fixed);
+    let mut b = Builder::new("test");
+    let mut x = b.input("x", dtype, &dims);
+    for name in ["first", "second"] {
+        let weight = match dtype {
+            DType::F16 => Tensor::from_f16(&[16, 16, 3, 3], &[1.0; 2304]),
+            _ => Tensor::from_f32(&[16, 16, 3, 3], &[1.0; 2304]),
+        };
+        let weight = b.constant(name, weight);
+        x = b.op("Conv", &[x, weight], &[("pads", Attribute::Ints(vec![1; 4]))]);
+    }
+    b.output(x, "y", &dims);
+    b.finish()
+}
+
+#[test]
+fn weights_of_convolutions_are_laid_out_anew_while_a_cpu_session_is_made() {
+    // Bytes of one in f32: the CPU provider computes in it.
+    let weight = 9 * T;
+    for (dtype, copies) in [(DType::F32, 2 + 3), (DType::F16, 2 + 2 + 3)] {
+        let memory = on(Provider::Cpu, &convolutions(dtype), &[]);
+        assert_eq!(memory.weights_uploaded, 2 * weight, "{dtype:?}");
+        assert_eq!(memory.predicted.device, copies * weight, "{dtype:?}");
+        let gpu = on(Provider::WebGpu, &convolutions(dtype), &[]);
+        assert!(gpu.predicted.device < 3 * weight, "{dtype:?}: {}", gpu.predicted.device);
+    }
+}
+
 /// Self-attention over [1, tokens, 64], with `extra` products of that shape with itself that nothing announces.
 fn attention(extra: bool) -> Model {
     let dims = [Dim::Fixed(1), Dim::Symbol("tokens".to_owned()), Dim::Fixed(64)];

@@ -280,6 +280,7 @@ impl<'a> Flux2<'a> {
             let seconds = started.elapsed().as_secs_f64();
             run.watch.listener.on_event(Event::Step { index: step + 1, count, seconds });
             if step + 1 < count {
+                check_finite("transformer", Some(step), &latents)?;
                 run.folder.keep(
                     &[(latents_after(step).as_str(), &latents)],
                     &["prompt_embeds"],
@@ -423,7 +424,9 @@ impl<'a> Flux2<'a> {
             run.watch.boundary(name, tensor);
         }
         let x = run.watch.boundary("vae_mid_res0", tensors.remove(0));
-        check_finite("vae_pre", None, &x)?;
+        for tensor in [&x].into_iter().chain(&tensors) {
+            check_finite("vae_pre", None, tensor)?;
+        }
         let state = [("vae_mid_res0", &x)].into_iter().chain(ATTENTION_INPUTS.into_iter().zip(&tensors));
         run.keep(&state.collect::<Vec<_>>(), &[]);
         let attended = match (sizes.get("chunk_rows"), <[HostTensor; 3]>::try_from(tensors)) {
@@ -452,15 +455,18 @@ impl<'a> Flux2<'a> {
         let mut stage = self.stage(ATTENTION, sizes, run.executor, run.plan, &mut run.watch)?;
         stage.bind("kt", &kt)?;
         stage.bind("v", &v)?;
-        let queries = q.into_f32();
-        let mut attended = Vec::with_capacity(queries.len());
-        for part in queries.chunks(chunk * channels) {
-            let part = HostTensor::f32(&[1, part.len() / channels, channels], part.to_vec());
+        let mut attended = Vec::with_capacity(q.values.len());
+        for first in (0..rows).step_by(chunk) {
+            let last = rows.min(first + chunk);
+            let part = q.values.slice(first * channels..last * channels);
+            let part = HostTensor::new(&[1, last - first, channels], part);
             let result = stage.run(&[("q_chunk", &part)], &["attn_chunk"])?.remove(0);
-            attended.extend(shaped(ATTENTION, "attn_chunk", result, &part.shape)?.into_f32());
+            let result = shaped(ATTENTION, "attn_chunk", result, &part.shape)?;
+            attended.extend((0..result.values.len()).map(|index| result.values.f32_at(index)));
         }
         close(stage, run.plan, &mut run.watch)?;
         let attended = HostTensor::f32(&shape, attended);
+        check_finite(ATTENTION, None, &attended)?;
         run.keep(&[(ATTENTION, &attended)], &["vae_mid_res0"]);
         Ok(attended)
     }

@@ -1,6 +1,6 @@
 //! Pictures: from the decoder's output to a PNG that says how it was made, and back.
 
-use std::io::Cursor;
+use std::{io::Cursor, ops::Range};
 
 use png::{BitDepth, ColorType, Decoder, Encoder, Transformations};
 
@@ -59,24 +59,27 @@ fn count_bad(values: impl Iterator<Item = f32>) -> (usize, usize) {
 /// numbers. A picture [1,C,H,W] is looked at colour by colour, anything else as a whole.
 pub fn check_varied(stage: &str, step: Option<usize>, tensor: &HostTensor) -> Result<(), ImageError> {
     check_finite(stage, step, tensor)?;
-    let values = tensor.to_f32();
+    let count = tensor.values.len();
     let plane = match tensor.shape[..] {
         [_, _, height, width] if height * width > 1 => height * width,
-        _ => values.len().max(1),
+        _ => count.max(1),
     };
-    let deviation = values.chunks(plane).map(|plane| spread(plane).1).fold(0.0, f64::max);
+    let planes =
+        (0..count).step_by(plane).map(|start| spread(&tensor.values, start..count.min(start + plane)));
+    let deviation = planes.map(|(_, deviation)| deviation).fold(0.0, f64::max);
     if deviation < CONSTANT {
-        let value = spread(&values).0 as f32;
+        let value = spread(&tensor.values, 0..count).0 as f32;
         return Err(ImageError::Constant { stage: stage.to_string(), step, value, deviation });
     }
     Ok(())
 }
 
-/// Mean and standard deviation.
-fn spread(values: &[f32]) -> (f64, f64) {
-    let count = values.len().max(1) as f64;
-    let mean = values.iter().map(|x| f64::from(*x)).sum::<f64>() / count;
-    let square = values.iter().map(|x| (f64::from(*x) - mean).powi(2)).sum::<f64>() / count;
+/// Mean and standard deviation of some of the values.
+fn spread(values: &Values, range: Range<usize>) -> (f64, f64) {
+    let count = range.len().max(1) as f64;
+    let values = range.map(|index| f64::from(values.f32_at(index)));
+    let mean = values.clone().sum::<f64>() / count;
+    let square = values.map(|x| (x - mean).powi(2)).sum::<f64>() / count;
     (mean, square.sqrt())
 }
 
@@ -110,10 +113,12 @@ impl Picture {
         let (Ok(w), Ok(h), 1..) = (u32::try_from(width), u32::try_from(height), area) else {
             return Err(wrong());
         };
-        let planes = image.to_f32();
         let byte = |x: f32| (colour(x) * 255.0).round_ties_even() as u8;
-        let pixel = |i: usize| planes[i..].iter().step_by(area).map(|x| byte(*x));
-        let pixels = (0..area).flat_map(pixel).collect();
+        let mut pixels = Vec::with_capacity(image.values.len());
+        for place in 0..area {
+            let places = (0..channels).map(|channel| channel * area + place);
+            pixels.extend(places.map(|index| byte(image.values.f32_at(index))));
+        }
         Ok(Picture { width: w, height: h, channels: channels as u8, pixels })
     }
 

@@ -7,7 +7,7 @@
 use std::{
     collections::BTreeMap,
     fs,
-    io::{self, BufWriter, Read, Write},
+    io::{self, Read, Write},
     path::{Path, PathBuf},
 };
 
@@ -17,7 +17,6 @@ use viaduct_export::files::{hex, open_regular, read_limited};
 
 use super::{
     event::{Event, Listener},
-    image::check_finite,
     runs::{Claim, ID_DIGITS, Runs, tensor_files},
 };
 use crate::{
@@ -189,14 +188,12 @@ impl RunFolder {
         self.open.as_ref()?.drawn_seed
     }
 
-    /// Keeps tensors that together are the run's state, called after the first. From now on the run needs, besides these,
-    /// only those called `needed`; all others go. A state with a NaN or an infinity is not kept, nor one that is larger
-    /// than all runs together may be; then the earlier state stays.
+    /// Keeps tensors that together are the run's state, called after the first; the caller has found them finite. From now on
+    /// the run needs, besides these, only those called `needed`; all others go. A state that is larger than all runs together
+    /// may be is not kept; then the earlier state stays.
     pub fn keep(&mut self, tensors: &[(&str, &HostTensor)], needed: &[&str], listener: &mut dyn Listener) {
         let Some(open) = self.open.as_mut().filter(|open| !open.unwritable) else { return };
-        let sound =
-            |(name, tensor): &(&str, &HostTensor)| is_plain(name) && check_finite(name, None, tensor).is_ok();
-        if !tensors.iter().all(sound) {
+        if !tensors.iter().all(|(name, _)| is_plain(name)) {
             return;
         }
         match open.keep(tensors, needed) {
@@ -371,9 +368,9 @@ fn load(path: &Path) -> Result<HostTensor, LoadError> {
 
 /// The checksum and the length of a tensor's file.
 fn checksum(tensor: &HostTensor) -> (String, u64) {
-    let mut out = BufWriter::with_capacity(1 << 16, Checksum::default());
-    npy::write_to(&mut out, tensor).expect("a checksum takes every byte");
-    out.into_inner().unwrap_or_else(|_| unreachable!("a checksum takes every byte")).finish()
+    let mut sum = Checksum::default();
+    npy::write_to(&mut sum, tensor).expect("a checksum takes every byte");
+    sum.finish()
 }
 
 /// Adds up what is written into it.

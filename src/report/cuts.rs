@@ -87,8 +87,8 @@ fn own_cuts(outline: &Outline) -> Vec<usize> {
     cuts.into_iter().flatten().filter_map(|cut| usize::try_from(cut.as_integer()?).ok()).collect()
 }
 
-/// The cuts with the smallest peak that fit the budget where the recipe's own do not. Fewer may do it: each stage holds
-/// its input twice.
+/// The cuts with the smallest peak that fit the budget where the recipe's own do not. Fewer may do it: a stage's input lies
+/// on the host and on the device.
 pub fn remedy(compared: &[DecoderCuts]) -> Option<&DecoderCuts> {
     let own_fit = compared.iter().any(|cuts| cuts.own && cuts.fits);
     compared.iter().filter(|cuts| cuts.fits && !own_fit).min_by_key(|cuts| cuts.peak)

@@ -2,19 +2,23 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fmt::Display,
+    ffi::CString,
+    fmt::{Debug, Display},
     path::Path,
     time::{Duration, Instant},
 };
 
 use half::f16;
 use ort::{
+    AsPointer,
     memory::{AllocationDevice, AllocatorType, MemoryInfo, MemoryType},
     session::{
         IoBinding, Session,
         builder::{GraphOptimizationLevel, SessionBuilder},
     },
-    value::{DynValue, Outlet, PrimitiveTensorElementType, Tensor, TensorElementType, ValueType},
+    value::{
+        DynValue, DynValueRef, Outlet, PrimitiveTensorElementType, TensorElementType, TensorRef, ValueType,
+    },
 };
 use viaduct_export::onnx::{DType, Dim};
 
@@ -58,6 +62,8 @@ pub struct Stage<'r> {
     /// Holds the device's copies of inputs. Declared before the session, so that they are released first: a device
     /// tensor that outlives its session aborts the process when it is touched.
     binding: IoBinding,
+    /// The inputs that the binding may point into, by name. Declared after it, so that they outlive it.
+    pinned: BTreeMap<String, HostTensor>,
     session: Session,
     host: MemoryInfo<'static>,
     inputs: Vec<TensorInfo>,
@@ -93,6 +99,7 @@ impl Runtime {
             inputs: info(session.inputs())?,
             outputs: info(session.outputs())?,
             session,
+            pinned: BTreeMap::new(),
             bound: BTreeMap::new(),
             nodes: assignment.nodes,
             load_time: start.elapsed(),
@@ -224,15 +231,31 @@ impl Stage<'_> {
         Ok(())
     }
 
-    /// Binding copies the values to the device at once; a value bound under the same name before is released.
+    /// Binds an input in place of the value that was bound under its name before. WebGPU copies it to the device at once;
+    /// the CPU provider reads it where it lies.
     fn upload(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
-        let bound = match &tensor.values {
-            Values::F32(v) => bind(&mut self.binding, name, &tensor.shape, v),
-            Values::F16(v) => bind(&mut self.binding, name, &tensor.shape, v),
-            Values::I64(v) => bind(&mut self.binding, name, &tensor.shape, v),
-            Values::U8(v) => bind(&mut self.binding, name, &tensor.shape, v),
+        let failed = |reason: &str| RuntimeError::from_run(&self.name, format!("input {name}: {reason}"));
+        let c_name = CString::new(name).map_err(|e| failed(&e.to_string()))?;
+        let value = view(tensor).map_err(|e| failed(e.message()))?;
+        // Given back first, so that two values are not there at once.
+        self.pinned.remove(name);
+        // SAFETY: the pointers are valid during the call, which does not read the value that it replaces. After it, the
+        // binding points to the elements, which `pinned` keeps where they are, behind a reference count or in a map, until
+        // another value is bound under the name or the binding is gone. They are only read, as a map demands: ONNX Runtime
+        // counts the caller among the users of an input, so that no kernel may write over it
+        // (core/framework/allocation_planner.cc).
+        let bound = unsafe {
+            let status = (ort::api().BindInput)(self.binding.ptr_mut(), c_name.as_ptr(), value.ptr());
+            ort::Error::result_from_status(status)
         };
-        bound.map_err(|e| RuntimeError::from_run(&self.name, format!("input {name}: {}", e.message())))
+        if let Err(e) = bound {
+            // The value before is gone and must not be read: nothing is bound now.
+            self.binding.clear_inputs();
+            self.bound.clear();
+            return Err(failed(e.message()));
+        }
+        self.pinned.insert(name.to_owned(), tensor.clone());
+        Ok(())
     }
 
     /// Compares inputs with the session's: names, element types, ranks, sizes, and that a symbol means one size.
@@ -301,13 +324,20 @@ fn frugal(builder: SessionBuilder, model: &[u8]) -> Result<SessionBuilder, Strin
     builder.with_prepacking(model.windows(REPACKED.len()).any(|part| part == REPACKED)).map_err(text)
 }
 
-fn bind<T>(binding: &mut IoBinding, name: &str, shape: &[usize], values: &[T]) -> ort::Result<()>
-where
-    T: PrimitiveTensorElementType + Clone + std::fmt::Debug + Copy + 'static,
-{
-    // An owned copy: a session on the CPU reads it in place for as long as it is bound, and the binding makes a copy of
-    // its own of a view, in a session of its own.
-    binding.bind_input(name, &Tensor::from_array((shape.to_vec(), values.to_vec()))?)
+/// The tensor as a value of the runtime, without a copy. `IoBinding::bind_input` would copy it, in a session of its own.
+fn view(tensor: &HostTensor) -> ort::Result<DynValueRef<'_>> {
+    fn typed<'t, T>(shape: &[usize], values: &'t [T]) -> ort::Result<DynValueRef<'t>>
+    where
+        T: PrimitiveTensorElementType + Clone + Debug + 'static,
+    {
+        Ok(TensorRef::from_array_view((shape.to_vec(), values))?.into_dyn())
+    }
+    match &tensor.values {
+        Values::F32(v) => typed(&tensor.shape, v),
+        Values::F16(v) => typed(&tensor.shape, v),
+        Values::I64(v) => typed(&tensor.shape, v),
+        Values::U8(v) => typed(&tensor.shape, v),
+    }
 }
 
 /// An output of a run in the runtime's memory.

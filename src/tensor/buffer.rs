@@ -83,14 +83,6 @@ impl<T: Element> Buffer<T> {
         }
     }
 
-    /// The elements as a vector, without a copy if they are one and nobody shares it.
-    pub fn into_vec(self) -> Vec<T> {
-        match self {
-            Buffer::Owned(values) => Arc::unwrap_or_clone(values),
-            Buffer::Mapped(_) => self.to_vec(),
-        }
-    }
-
     /// The elements to be changed; they are copied first if they are shared or lie in a file.
     pub fn to_mut(&mut self) -> &mut Vec<T> {
         if let Buffer::Mapped(_) = self {

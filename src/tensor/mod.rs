@@ -2,7 +2,7 @@
 
 mod buffer;
 
-use std::path::Path;
+use std::{ops::Range, path::Path};
 
 use half::f16;
 use viaduct_export::onnx::DType;
@@ -48,6 +48,26 @@ impl Values {
             Values::F16(v) => v.as_bytes(),
             Values::I64(v) => v.as_bytes(),
             Values::U8(v) => v.as_bytes(),
+        }
+    }
+
+    /// One value as f32; an integer is converted. Panics beyond the end.
+    pub fn f32_at(&self, index: usize) -> f32 {
+        match self {
+            Values::F32(v) => v[index],
+            Values::F16(v) => v[index].to_f32(),
+            Values::I64(v) => v[index] as f32,
+            Values::U8(v) => f32::from(v[index]),
+        }
+    }
+
+    /// A copy of some of the values. Panics beyond the end.
+    pub fn slice(&self, range: Range<usize>) -> Values {
+        match self {
+            Values::F32(v) => Values::F32(v[range].to_vec().into()),
+            Values::F16(v) => Values::F16(v[range].to_vec().into()),
+            Values::I64(v) => Values::I64(v[range].to_vec().into()),
+            Values::U8(v) => Values::U8(v[range].to_vec().into()),
         }
     }
 
@@ -105,14 +125,6 @@ impl HostTensor {
         }
     }
 
-    /// The values as f32, without a copy if they are.
-    pub fn into_f32(self) -> Vec<f32> {
-        match self.values {
-            Values::F32(values) => values.into_vec(),
-            _ => self.to_f32(),
-        }
-    }
-
     /// The same values under another shape of the same size. Panics if the size differs.
     pub fn reshaped(mut self, shape: &[usize]) -> HostTensor {
         assert_eq!(shape.iter().product::<usize>(), self.values.len(), "{:?} as {shape:?}", self.shape);
@@ -124,14 +136,7 @@ impl HostTensor {
     pub fn row(&self, index: usize) -> HostTensor {
         let shape = &self.shape[1..];
         let size: usize = shape.iter().product();
-        let range = index * size..(index + 1) * size;
-        let values = match &self.values {
-            Values::F32(v) => Values::F32(v[range].to_vec().into()),
-            Values::F16(v) => Values::F16(v[range].to_vec().into()),
-            Values::I64(v) => Values::I64(v[range].to_vec().into()),
-            Values::U8(v) => Values::U8(v[range].to_vec().into()),
-        };
-        HostTensor::new(shape, values)
+        HostTensor::new(shape, self.values.slice(index * size..(index + 1) * size))
     }
 
     /// Every value twice in a row, as f32: the last axis doubles.

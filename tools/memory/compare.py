@@ -48,6 +48,9 @@ CASES = (
     Case("unsplit", 1408, ("webgpu",), ("vae_",)),
     Case("unsplit", 4096, ("cpu",), ("vae_post",)),
     Case("unsplit", 1792, BOTH, ("transformer",)),
+    # Weights of convolutions, which the CPU provider lays out anew.
+    Case("wide-f32", 64, ("cpu",), ("vae_pre", "vae_post")),
+    Case("wide-q8", 64, ("cpu",), ("vae_pre", "vae_post")),
 )
 
 
@@ -59,7 +62,7 @@ HIDDEN_SIDE = 576
 def main() -> int:
     arguments = parse_arguments()
     arguments.program = arguments.program.resolve()
-    print(f"{'stage':<24} {'side':<6} {'ep':<7} {'dispatches':>10} {'predicted':>10} {'measured':>10} {'ratio':>6}   MiB", flush=True)
+    print(f"{'bundle':<9} {'stage':<24} {'side':<6} {'ep':<7} {'dispatches':>10} {'predicted':>10} {'measured':>10} {'ratio':>6}   MiB", flush=True)
     ratios = []
     for case in CASES:
         if case.side in arguments.side:
@@ -87,7 +90,7 @@ def compare(
     mark = "" if abs(ratio - 1) <= arguments.bar else "  <--"
     predicted, peak = figures["predicted"] / MIB, figures["peak"] / MIB
     name = f"{stage}, hidden" if hidden else stage
-    print(f"{name:<24} {side:<6} {ep:<7} {dispatches:>10} {predicted:>10.0f} {peak:>10.0f} {ratio:>6.2f}{mark}", flush=True)
+    print(f"{bundle:<9} {name:<24} {side:<6} {ep:<7} {dispatches:>10} {predicted:>10.0f} {peak:>10.0f} {ratio:>6.2f}{mark}", flush=True)
     if arguments.verbose:
         print(json.dumps(figures), flush=True)
     if figures["unknown"]:

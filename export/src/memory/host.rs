@@ -11,14 +11,13 @@ use crate::{
 const CPU_RUNTIME: u64 = 34 << 20;
 const WEBGPU_RUNTIME: u64 = 126 << 20;
 
-/// What `Stage::run` keeps on the host at its peak, for a stage that runs more than once. An input exists as the caller has
-/// it and as the copy that is bound; an output as the runtime returns it and as the caller gets it.
+/// What `Stage::run` keeps on the host at its peak, for a stage that runs more than once. An input exists once, where the
+/// caller has it; an output as the runtime returns it and as the caller gets it.
 ///
 /// WebGPU's cache keeps its buffers meanwhile, so that its peak is one of two moments: an output is read back through a
-/// staging buffer, or a new value is bound through one while the copy of the old is still there
-/// (core/providers/webgpu/buffer_manager.cc, Download and Upload). On the CPU provider the bound copies and the runtime's
-/// outputs are tensors of the graph, part of the `held` bytes at its peak, and the caller's outputs are made when the others
-/// of the graph are gone.
+/// staging buffer, or an input is bound through one (core/providers/webgpu/buffer_manager.cc, Download and Upload). On the
+/// CPU provider inputs and the runtime's outputs are tensors of the graph, part of the `held` bytes at its peak, and the
+/// caller's outputs are made when the others of the graph are gone.
 pub(super) fn bytes(graph: &Graph, shapes: &Shapes, provider: Provider, held: u64) -> u64 {
     let size = |id: &ValueId| shapes.bytes(*id);
     let given = graph.inputs.iter().filter(|id| graph[**id].constant.is_none());
@@ -29,12 +28,11 @@ pub(super) fn bytes(graph: &Graph, shapes: &Shapes, provider: Provider, held: u6
     match provider {
         Provider::Cpu => {
             let after = sum(&[input, output, output]);
-            sum(&[CPU_RUNTIME, input, after.saturating_sub(held)])
+            sum(&[CPU_RUNTIME, after.saturating_sub(held)])
         }
         Provider::WebGpu => {
             let reading = sum(&[output, output, largest(&outputs)]);
-            let binding = largest(&inputs).saturating_mul(2);
-            sum(&[WEBGPU_RUNTIME, input, input, reading.max(binding)])
+            sum(&[WEBGPU_RUNTIME, input, reading.max(largest(&inputs))])
         }
     }
 }

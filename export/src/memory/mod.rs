@@ -117,6 +117,11 @@ pub fn analyse(
     let timeline = liveness::timeline(graph, &program, Pool::new(policy));
     let weights_uploaded = weights::held(graph, &shapes, &program, device.provider);
     let held = timeline.iter().map(|moment| moment.held).max().unwrap_or(0);
+    let running = weights_uploaded.saturating_add(held);
+    let on_device = match device.provider {
+        Provider::WebGpu => running,
+        Provider::Cpu => running.max(weights::loading(graph, &shapes, &program)),
+    };
     let memory = StageMemory {
         weights_disk: weights::on_disk(graph),
         weights_uploaded,
@@ -124,8 +129,9 @@ pub fn analyse(
         largest: largest(graph, &shapes),
         unknown: shapes.unknown(graph),
         predicted: Predicted {
-            device: weights_uploaded.saturating_add(held),
-            host: host::bytes(graph, &shapes, device.provider, held),
+            device: on_device,
+            // What a session took while it was made is free again when it runs.
+            host: host::bytes(graph, &shapes, device.provider, on_device - weights_uploaded),
         },
         timeline,
     };

@@ -1,9 +1,11 @@
 //! Bytes of constants: in files, and where they are used.
 
+use std::collections::HashSet;
+
 use super::program::Program;
 use crate::{
     device::Provider,
-    onnx::{Graph, ValueId},
+    onnx::{DType, Graph, ValueId},
     shapes::Shapes,
 };
 
@@ -26,6 +28,32 @@ pub(super) fn held(graph: &Graph, shapes: &Shapes, program: &Program, provider: 
         Provider::WebGpu => bytes,
         Provider::Cpu => bytes.saturating_add(packing(graph, shapes)),
     }
+}
+
+/// Bytes of constants at the peak while the CPU provider makes a session, which can be more than it keeps.
+///
+/// Constants in f16 are cast first, all of them. Then every weight of a convolution over two dimensions is laid out anew
+/// (core/optimizer/nchwc_transformer.cc), one after the other, and three more copies of it exist meanwhile (measured, as in
+/// the file's mapped pages and on the way into the graph). Those that it is made from go at the end.
+pub(super) fn loading(graph: &Graph, shapes: &Shapes, program: &Program) -> u64 {
+    let held = |id: ValueId| super::kernels::held_bytes(Provider::Cpu, shapes.fact(id)).unwrap_or(0);
+    let in_file = |id: ValueId| graph[id].constant.is_some() && shapes.fact(id).dtype != Some(DType::F16);
+    let cast = program.weights.iter().filter(|id| !in_file(**id)).map(|id| held(*id));
+    let (mut laid_out, mut most) = (0u64, 0);
+    for weight in convolved(graph, shapes).filter(|id| program.weights.contains(id)) {
+        let bytes = held(weight);
+        laid_out = laid_out.saturating_add(bytes);
+        most = laid_out.saturating_add(bytes.saturating_mul(3)).max(most);
+    }
+    cast.fold(most, u64::saturating_add)
+}
+
+/// Weights of convolutions over two dimensions, in execution order, each once.
+fn convolved(graph: &Graph, shapes: &Shapes) -> impl Iterator<Item = ValueId> {
+    let convolutions = graph.nodes().filter(|(_, node)| node.op_type == "Conv");
+    let weights = convolutions.filter_map(|(_, node)| node.inputs.get(1).copied().flatten());
+    let mut seen = HashSet::new();
+    weights.filter(move |id| shapes.fact(*id).full_shape().is_some_and(|s| s.len() == 4) && seen.insert(*id))
 }
 
 /// What packed weights are larger than those in the file: with accuracy level 4, a scale and a sum in f32 per block take the
