@@ -7,3 +7,4 @@ mod same;
 
 mod bind_sizes;
 mod drop_dead;
+mod quantize_matmul;

@@ -8,6 +8,7 @@ mod bind_sizes;
 mod drop_dead;
 mod facts;
 mod outcome;
+mod quantize_matmul;
 mod replacement;
 mod run;
 mod settings;
@@ -34,7 +35,8 @@ pub struct Pass {
 }
 
 /// All passes. Adding one is a file and a line here.
-pub const PASSES: &[&Pass] = &[&bind_sizes::PASS, &drop_dead::PASS];
+pub const PASSES: &[&Pass] =
+    &[&bind_sizes::PASS, &drop_dead::PASS, &quantize_matmul::Q8, &quantize_matmul::Q4];
 
 /// Passes that are run together, in order and again until nothing changes.
 #[derive(Debug)]
