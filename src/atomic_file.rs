@@ -13,7 +13,7 @@ use tempfile::{Builder, NamedTempFile};
 /// Why a file could not be written; the text of the operating system is in the message.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
-    #[error("{} already exists", .0.display())]
+    #[error("{} exists; choose another name or pass --force to replace it", .0.display())]
     Exists(PathBuf),
     #[error("{} is not a regular file, so it is not replaced", .0.display())]
     NotRegular(PathBuf),

@@ -1,6 +1,6 @@
 use clap::Parser;
 use viaduct::{
-    cli::{Cli, code_of, complain, in_words, misuse, run},
+    cli::{Cli, Failure, misuse, run},
     runtime::{exit, make_file_limits_errors},
 };
 
@@ -13,15 +13,12 @@ fn main() {
         .log_internal_errors(false)
         .init();
     make_file_limits_errors();
-    let outcome = match Cli::try_parse() {
-        Ok(cli) => run(cli),
-        Err(error) => misuse(&error),
+    let (failure, outcome) = match Cli::try_parse() {
+        Ok(cli) => (cli.failure(), run(cli)),
+        Err(error) => (Failure::default(), misuse(&error)),
     };
     match outcome {
         Ok(()) => exit(0),
-        Err(error) => {
-            complain(&format!("error: {}", in_words(&error)));
-            exit(code_of(&error))
-        }
+        Err(error) => exit(failure.tell(&error)),
     }
 }

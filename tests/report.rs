@@ -388,7 +388,7 @@ fn plots_are_pictures() {
         assert!(report(&bundle.path(), &arguments).status.success());
         let (code, told) = refusal(&bundle.path(), &arguments);
         assert_eq!(code, Some(2), "{told}");
-        assert!(told.contains("already exists") && told.contains("--force"), "{told}");
+        assert!(told.contains("exists;") && told.contains("--force"), "{told}");
         assert!(report(&bundle.path(), &format!("{arguments} --force")).status.success());
     }
     let bytes = fs::read(&png).unwrap();

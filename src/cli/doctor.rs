@@ -15,7 +15,7 @@ use crate::runtime::{
 pub struct Arguments {
     /// Print JSON
     #[arg(long)]
-    json: bool,
+    pub json: bool,
     #[command(flatten)]
     device: DeviceArguments,
 }

@@ -47,9 +47,9 @@ pub struct Arguments {
     force: bool,
     /// Print the result as JSON
     #[arg(long)]
-    json: bool,
+    pub json: bool,
     #[command(flatten)]
-    progress: ProgressArguments,
+    pub progress: ProgressArguments,
 }
 
 const EXAMPLES: &str = "\

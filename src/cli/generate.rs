@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Instant,
 };
 
@@ -54,7 +54,7 @@ pub struct Arguments {
     #[arg(short, long)]
     bundle: PathBuf,
     /// What to draw
-    #[arg(short, long)]
+    #[arg(short, long, allow_hyphen_values = true)]
     prompt: String,
     /// PNG file to write
     #[arg(short, long, value_name = "FILE")]
@@ -62,7 +62,7 @@ pub struct Arguments {
     #[command(flatten)]
     size: SizeArguments,
     /// Seed of the noise; drawn and printed if absent
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     seed: Option<u64>,
     /// Sampling steps; the recipe's number by default
     #[arg(long, visible_alias = "steps", value_name = "N")]
@@ -84,13 +84,13 @@ pub struct Arguments {
     in_process: bool,
     /// Print the result as JSON
     #[arg(long)]
-    json: bool,
+    pub json: bool,
     #[command(flatten)]
     memory: MemoryArguments,
     #[command(flatten)]
     device: DeviceArguments,
     #[command(flatten)]
-    progress: ProgressArguments,
+    pub progress: ProgressArguments,
 }
 
 const EXAMPLES: &str = "\
@@ -100,6 +100,7 @@ Examples:
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let started = Instant::now();
+    arguments.device.check()?;
     let bundle = Bundle::open(&arguments.bundle)?;
     let flux2 = Flux2::open(&bundle)?;
     let mut request = request(arguments, &flux2)?;
@@ -132,7 +133,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         Some(dump) => dump,
         None => &mut nothing,
     };
-    let place = stop_on_interrupt(&progress, folder.path().is_some(), &exchange)?;
+    let place = stop_on_interrupt(&progress, folder.holds_tensors(), &exchange)?;
     let mut listener = Tracked { progress, place, memory: Vec::new(), stop: StopAt::from_environment() };
     let watch = Watch::new(&mut listener, probe);
     let mut run = Run { executor: &mut *executor, plan: Some(&plan), watch, folder };
@@ -197,8 +198,15 @@ fn write_picture(out: &Path, existing: Existing, run: Option<&str>, png: &[u8]) 
     Ok(atomic_file::write_through(out, existing, run, |file| file.write_all(png))?)
 }
 
-/// The stage that a run is in; none when the picture is done, and its writing is not to be interrupted.
-type Place = Arc<Mutex<Option<String>>>;
+/// Where a run is, for whoever interrupts it.
+struct Position {
+    /// None when the picture is done, and its writing is not to be interrupted.
+    stage: Option<String>,
+    /// Whether something is on disk that the same command goes on from.
+    kept: bool,
+}
+
+type Place = Arc<Mutex<Position>>;
 
 /// Bytes that a stage's process took at its peak, as planned and as measured.
 #[derive(Serialize)]
@@ -219,7 +227,11 @@ struct Tracked {
 impl Tracked {
     /// From now on an interrupt is not heeded, since the run is over.
     fn end(&self) {
-        *self.place.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.position().stage = None;
+    }
+
+    fn position(&self) -> MutexGuard<'_, Position> {
+        self.place.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -227,8 +239,9 @@ impl Listener for Tracked {
     fn on_event(&mut self, event: Event) {
         match &event {
             Event::Stage { name, .. } => {
-                *self.place.lock().unwrap_or_else(PoisonError::into_inner) = Some(name.clone());
+                self.position().stage = Some(name.clone());
             }
+            Event::Kept { .. } => self.position().kept = true,
             Event::Memory { stage, planned, measured } => {
                 let (stage, planned, measured) = (stage.clone(), *planned, *measured);
                 self.memory.push(StagePeak { stage, planned, measured });
@@ -244,17 +257,17 @@ impl Listener for Tracked {
 
 /// An interrupt ends the process at once, but for a file that is being written.
 fn stop_on_interrupt(progress: &Progress, kept: bool, exchange: &Exchange) -> anyhow::Result<Place> {
-    let place = Place::new(Mutex::new(Some("text_encoder".to_owned())));
-    let (at, say, exchange) = (place.clone(), progress.voice(), exchange.path().to_owned());
+    let place = Place::new(Mutex::new(Position { stage: Some("text_encoder".to_owned()), kept }));
+    let (at, last_word, exchange) = (place.clone(), progress.last_word(), exchange.path().to_owned());
     on_interrupt(move |signal| {
         // Held to the end, so that the run gets no further.
-        let place = at.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(stage) = place.as_ref() else { return };
+        let position = at.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(stage) = position.stage.as_ref() else { return };
         let _held = atomic_file::hold_writes();
-        say(&match kept {
-            true => format!("interrupted in stage {stage}; the same command goes on from there"),
+        last_word(Event::warning(match position.kept {
+            true => format!("interrupted in stage {stage}; the same command goes on from what is done"),
             false => format!("interrupted in stage {stage}; nothing was kept"),
-        });
+        }));
         let _ = fs::remove_dir_all(&exchange);
         exit(exit_code(signal))
     })?;
@@ -269,7 +282,7 @@ fn request(arguments: &Arguments, flux2: &Flux2<'_>) -> anyhow::Result<Request> 
     let size = Size::new(width, height, multiple)?;
     let steps = arguments.num_steps.unwrap_or(parameters.schedule.steps);
     if !(1..=1000).contains(&steps) {
-        return Err(UsageError(format!("--num-steps {steps}: a picture takes 1 to 1000 steps")).into());
+        return Err(UsageError(format!("--num-steps (--steps) {steps}: a picture takes 1 to 1000")).into());
     }
     let noise = match &arguments.noise {
         Some(path) => {

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use viaduct_export::{
     bundle::{Bundle, MANIFEST, PortDim},
     files::read_limited,
-    onnx::{Graph, read_model},
+    onnx::{Dim, Graph, ValueId, ValueType, read_graph},
 };
 
 use super::{exit::UsageError, printer::print};
@@ -31,7 +31,7 @@ pub struct Arguments {
     hashes: bool,
     /// Print JSON
     #[arg(long)]
-    json: bool,
+    pub json: bool,
 }
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
@@ -102,7 +102,7 @@ fn picture(path: &Path) -> anyhow::Result<Value> {
 }
 
 fn model(path: &Path) -> anyhow::Result<Value> {
-    let model = read_model(path)?;
+    let model = read_graph(path)?;
     let graph = &model.graph;
     let mut operators: BTreeMap<&str, usize> = BTreeMap::new();
     for (_, node) in graph.nodes() {
@@ -115,13 +115,30 @@ fn model(path: &Path) -> anyhow::Result<Value> {
         .collect();
     Ok(json!({
         "graph": graph.name, "producer": model.producer, "opsets": opsets,
-        "inputs": names(graph, &graph.inputs), "outputs": names(graph, &graph.outputs),
+        "inputs": ports(graph, &graph.inputs), "outputs": ports(graph, &graph.outputs),
         "nodes": graph.nodes().count(), "operators": operators, "constant_bytes": model.constant_bytes(),
     }))
 }
 
-fn names(graph: &Graph, ids: &[viaduct_export::onnx::ValueId]) -> Vec<String> {
-    ids.iter().map(|id| graph[*id].name.clone()).collect()
+/// `ctx f32 [1,text_seq,192]`
+fn ports(graph: &Graph, ids: &[ValueId]) -> Vec<String> {
+    let port = |id: &ValueId| match &graph[*id].ty {
+        Some(ValueType::Tensor { dtype, shape: Some(shape) }) => {
+            let dims: Vec<String> = shape.iter().map(dim).collect();
+            format!("{} {} [{}]", graph[*id].name, dtype.name(), dims.join(","))
+        }
+        Some(ValueType::Tensor { dtype, shape: None }) => format!("{} {}", graph[*id].name, dtype.name()),
+        _ => graph[*id].name.clone(),
+    };
+    ids.iter().map(port).collect()
+}
+
+fn dim(dim: &Dim) -> String {
+    match dim {
+        Dim::Fixed(size) => size.to_string(),
+        Dim::Symbol(name) => name.clone(),
+        Dim::Unknown => "?".to_owned(),
+    }
 }
 
 /// Keys and values, nested ones indented.

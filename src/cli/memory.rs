@@ -15,7 +15,7 @@ use crate::{
 #[derive(Args)]
 pub struct MemoryArguments {
     /// Memory that the run may take: 12GiB, 512MiB or bytes; by default what is free now, less the floor
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     budget: Option<ByteSize>,
     /// Memory that stays free for the rest of the machine, or the run is stopped: 512MiB or 5%; by default 5 %, and at least
     /// 512 MiB

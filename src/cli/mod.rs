@@ -3,6 +3,7 @@
 mod doctor;
 mod exit;
 mod export;
+mod failure;
 mod generate;
 mod inspect;
 mod interrupt;
@@ -19,10 +20,8 @@ use std::path::Path;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-pub use self::{
-    exit::code_of,
-    printer::{complain, in_words},
-};
+use self::exit::UsageError;
+pub use self::{exit::code_of, failure::Failure, printer::complain};
 
 use crate::{
     pipeline::{
@@ -41,6 +40,23 @@ use crate::{
 pub struct Cli {
     #[command(subcommand)]
     command: Command,
+}
+
+impl Cli {
+    /// How this command is to tell of a failure.
+    pub fn failure(&self) -> Failure {
+        let (json, progress) = match &self.command {
+            Command::Export(a) => (a.json, a.progress.progress),
+            Command::Generate(a) => (a.json, a.progress.progress),
+            Command::Verify(a) => (a.json, a.progress.progress),
+            Command::Rewrite(a) => (a.json, a.progress.progress),
+            Command::Report(a) => (a.json, ProgressStyle::Auto),
+            Command::Inspect(a) => (a.json, ProgressStyle::Auto),
+            Command::Doctor(a) => (a.json, ProgressStyle::Auto),
+            Command::Worker => Default::default(),
+        };
+        Failure { json, event: progress == ProgressStyle::Json }
+    }
 }
 
 const EXIT_CODES: &str = "\
@@ -95,6 +111,16 @@ impl DeviceArguments {
         let workers = Workers::start(self.options(), exchange, watchdog)?;
         announce(workers.device(), listener);
         Ok(workers)
+    }
+
+    /// Refuses an adapter for a provider that has none.
+    fn check(&self) -> Result<(), UsageError> {
+        match &self.adapter {
+            Some(adapter) if self.ep == Provider::Cpu => {
+                Err(UsageError(format!("--adapter {adapter}: --ep cpu takes no adapter")))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn options(&self) -> RuntimeOptions {
@@ -163,12 +189,12 @@ pub fn misuse(error: &clap::Error) -> anyhow::Result<()> {
     }
     if error.kind() == NoCommand {
         let message = "no command; `viaduct export`, `generate`, `verify`, `report`, `rewrite`, `inspect` and `doctor` take --help";
-        return Err(exit::UsageError(message.to_owned()).into());
+        return Err(UsageError(message.to_owned()).into());
     }
     let message = text.split("\n\nUsage:").next().unwrap_or(&text);
     let message = message.split("\n\nFor more information").next().unwrap_or(message);
     let message = message.strip_prefix("error: ").unwrap_or(message);
-    Err(exit::UsageError(format!("{message}; see --help")).into())
+    Err(UsageError(format!("{message}; see --help")).into())
 }
 
 /// Runs the command that the user asked for.

@@ -30,10 +30,15 @@ impl Progress {
         say(self.bar.as_ref(), line);
     }
 
-    /// Says a line beside the bar from another thread.
-    pub fn voice(&self) -> impl Fn(&str) + Send + 'static {
-        let bar = self.bar.clone();
-        move |line| say(bar.as_ref(), line)
+    /// Tells of one last event from another thread, in place of the bar.
+    pub fn last_word(&self) -> impl Fn(Event) + Send + 'static {
+        let (style, bar) = (self.style, self.bar.clone());
+        move |event| {
+            if let Some(bar) = &bar {
+                bar.finish_and_clear();
+            }
+            Progress { style, bar: None, step_seconds: 0.0 }.on_event(event);
+        }
     }
 
     /// A sign of life where no bar can be drawn.
@@ -72,7 +77,11 @@ impl Progress {
                 bar.set_position(*done);
                 bar.set_message(what.clone());
             }
-            Event::Kept { .. } | Event::Memory { .. } | Event::Warning { .. } | Event::Note { .. } => {}
+            Event::Kept { .. }
+            | Event::Memory { .. }
+            | Event::Warning { .. }
+            | Event::Error { .. }
+            | Event::Note { .. } => {}
         }
     }
 }
@@ -85,6 +94,7 @@ impl Listener for Progress {
         }
         match &event {
             Event::Warning { message } => self.say(&format!("warning: {message}")),
+            Event::Error { message, .. } => self.say(&format!("error: {message}")),
             Event::Note { message } if self.style == ProgressStyle::Auto => self.say(message),
             Event::Memory { stage, planned, measured } if self.style == ProgressStyle::Auto => {
                 let [planned, measured] = [*planned, *measured].map(ByteSize);

@@ -46,7 +46,7 @@ type Planned = (Report, Result<(), Box<OverBudget>>);
 #[command(after_help = EXAMPLES)]
 pub struct Arguments {
     /// Bundle folder, checkpoint folder (its config files do) or .onnx file (its external data need not be there)
-    #[arg(required_unless_present = "recipe", conflicts_with = "recipe")]
+    #[arg(conflicts_with = "recipe")]
     path: Option<PathBuf>,
     /// In place of a path: a model that is neither exported nor downloaded, by a shipped recipe's name or a .toml file
     #[arg(long, value_name = "NAME|FILE")]
@@ -75,7 +75,7 @@ pub struct Arguments {
     /// default
     #[arg(long, value_name = "NAME|FILE", conflicts_with = "ep")]
     device: Option<String>,
-    /// This machine's adapter, or its CPU; the adapter by default, if there is one
+    /// This machine's adapter, or its CPU; by default what `viaduct generate` takes
     #[arg(long, value_name = "auto|webgpu|cpu", default_value = "auto")]
     ep: Provider,
     /// Draw live bytes over the execution order into this .svg or .png file
@@ -86,7 +86,7 @@ pub struct Arguments {
     force: bool,
     /// Print everything as one JSON object (docs/report.md)
     #[arg(long)]
-    json: bool,
+    pub json: bool,
 }
 
 const EXAMPLES: &str = "\
@@ -138,8 +138,14 @@ fn planned(arguments: &Arguments, device: DeviceProfile) -> anyhow::Result<Plann
         let outline = Outline::author(&OutlineRequest { source, profile, set: &arguments.set })?;
         of_outline(&outline, arguments, device.clone())
     };
-    let Some(path) = &arguments.path else {
-        return outline(OutlineSource::Recipe(arguments.recipe.as_deref().unwrap_or_default()));
+    let path = match (&arguments.path, &arguments.recipe) {
+        (Some(path), _) => path,
+        (None, Some(recipe)) => return outline(OutlineSource::Recipe(recipe)),
+        (None, None) => {
+            return Err(usage(
+                "name a bundle, a checkpoint or an .onnx file, or --recipe NAME; see --help".to_owned(),
+            ));
+        }
     };
     let is_bundle = path.join(MANIFEST).exists();
     if path.is_dir() && !is_bundle && CHECKPOINT.iter().any(|file| path.join(file).exists()) {
@@ -288,5 +294,5 @@ fn draw(report: &Report, path: &Path, format: PlotFormat, force: bool) -> anyhow
         PlotFormat::Png => to_png(&drawing)?,
     };
     let existing = if force { Existing::Replace } else { Existing::Keep };
-    atomic_file::write(path, existing, &bytes).context("--plot (--force replaces a file)")
+    atomic_file::write(path, existing, &bytes).context("--plot")
 }

@@ -61,9 +61,9 @@ pub struct Arguments {
     force: bool,
     /// Print the result as JSON
     #[arg(long)]
-    json: bool,
+    pub json: bool,
     #[command(flatten)]
-    progress: ProgressArguments,
+    pub progress: ProgressArguments,
 }
 
 /// How weights of linear layers are quantised, in sequences that do it.

@@ -22,16 +22,17 @@ pub struct Arguments {
     oracle: PathBuf,
     /// Print the report as JSON
     #[arg(long)]
-    json: bool,
+    pub json: bool,
     #[command(flatten)]
     device: DeviceArguments,
     #[command(flatten)]
-    progress: ProgressArguments,
+    pub progress: ProgressArguments,
 }
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let bundle = Bundle::open(&arguments.bundle)?;
     let oracle = Oracle::open(&arguments.oracle)?;
+    arguments.device.check()?;
     let mut progress = Progress::new(arguments.progress.progress);
     let mut runtime = arguments.device.start(&mut progress)?;
     let report = verify(&bundle, &oracle, &mut runtime, &mut progress)?;

@@ -18,6 +18,8 @@ pub enum Event {
     Memory { stage: String, planned: u64, measured: u64 },
     /// The run goes on, but differently from what was asked for.
     Warning { message: String },
+    /// The run ends here, with that exit code.
+    Error { message: String, code: u8 },
     /// Worth knowing: a default taken, a size changed.
     Note { message: String },
 }

@@ -239,6 +239,11 @@ impl RunFolder {
     }
 
     /// What an earlier attempt had finished: `step 3/4`, `vae_pre`.
+    /// Whether something is kept that the same run would go on from.
+    pub fn holds_tensors(&self) -> bool {
+        self.open.as_ref().is_some_and(|open| !open.tensors.is_empty())
+    }
+
     pub fn resumed_from(&self) -> Option<&str> {
         self.resumed_from.as_deref()
     }

@@ -117,8 +117,8 @@ fn machine_memory() -> u64 {
     MemorySource::system().host().map_or(1, |host| host.machine_total.max(1))
 }
 
-/// The device that this machine would run graphs on, found out without ONNX Runtime: the adapter that Dawn would take,
-/// or the CPU provider where there is none. Whether fused attention is right is not measured but expected of adapters
+/// The device that this machine would run graphs on, found out without ONNX Runtime, by the rules of [`Runtime::start`]:
+/// the adapter that Dawn would take, or the CPU provider where there is none or only one in software. Whether fused attention is right is not measured but expected of adapters
 /// that may pass the self-test.
 pub fn expected_profile(provider: Provider) -> Result<DeviceProfile, RuntimeError> {
     if provider == Provider::Cpu {
@@ -128,6 +128,9 @@ pub fn expected_profile(provider: Provider) -> Result<DeviceProfile, RuntimeErro
         Ok(mut adapters) => {
             adapters.sort_by_key(|adapter| adapter.kind);
             let adapter = adapters.swap_remove(0);
+            if provider == Provider::Auto && adapter.kind == DeviceKind::Software {
+                return Ok(this_cpu());
+            }
             Ok(adapter.profile(may_fuse_attention(adapter.kind, adapter.subgroup_size)))
         }
         Err(reason) if provider == Provider::WebGpu => Err(RuntimeError::NoAdapter { reason }),

@@ -25,10 +25,19 @@ pub enum LowerError {
     UnknownValue(String),
     #[error("the element type of {0} is not recorded, so that it cannot be exposed")]
     UntypedValue(String),
-    #[error("attention {node}: the number of {what} does not follow from the graph and the sizes {dims:?}")]
+    #[error(
+        "attention {node}: the number of {what} does not follow from the graph and the sizes {}",
+        in_words(dims)
+    )]
     UnknownSize { node: String, what: &'static str, dims: BTreeMap<String, usize> },
     #[error("attention {node}: {problem}")]
     Unsupported { node: String, problem: String },
+}
+
+/// `image_seq=64, text_seq=77`
+fn in_words(dims: &BTreeMap<String, usize>) -> String {
+    let dims: Vec<String> = dims.iter().map(|(name, size)| format!("{name}={size}")).collect();
+    if dims.is_empty() { "(none are bound)".to_owned() } else { dims.join(", ") }
 }
 
 /// What was done to the graph.

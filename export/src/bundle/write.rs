@@ -18,6 +18,11 @@ use crate::{
     recipe::{Chosen, Recipe, RecipeError},
 };
 
+/// What a folder that is being filled is called, behind the bundle's name; random letters follow.
+const PARTIAL: &str = ".partial-";
+/// What the name of a bundle that is being replaced ends with.
+const REPLACED: &str = ".replaced";
+
 /// Copied files (tokenizer, templates) are read whole.
 const MAX_COPIED_FILE: u64 = 256 << 20;
 
@@ -121,8 +126,9 @@ pub fn export(
     progress(ExportEvent::Total { bytes: authored_bytes(&authored) });
 
     let staging = staging_folder(request.out)?;
-    progress(ExportEvent::Staging(staging.path().to_owned()));
-    let mut writer = FolderWriter { folder: staging.path(), files: Vec::new(), progress };
+    let folder = staging.folder.path();
+    progress(ExportEvent::Staging(folder.to_owned()));
+    let mut writer = FolderWriter { folder, files: Vec::new(), progress };
     let stages = writer.stages(&authored)?;
     for raw in &authored.raw_files {
         writer.raw(raw)?;
@@ -142,10 +148,10 @@ pub fn export(
         files: writer.files,
         recipe,
     };
-    write_manifest(staging.path(), &manifest)?;
+    write_manifest(folder, &manifest)?;
     // Whoever is told of success must be able to open the result.
-    Bundle::open(staging.path())?;
-    publish(staging, request)?;
+    Bundle::open(folder)?;
+    publish(staging.folder, request)?;
     let bytes = manifest.files.iter().map(|file| file.bytes).sum();
     Ok(ExportSummary { manifest, bytes })
 }
@@ -216,8 +222,15 @@ fn files_below(folder: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(files)
 }
 
+/// A folder that is being filled; it goes when it is dropped.
+struct Staging {
+    folder: tempfile::TempDir,
+    /// On the folder, so that nobody takes it for abandoned.
+    _lock: File,
+}
+
 /// A folder beside the target, so that the final rename stays on one file system.
-fn staging_folder(out: &Path) -> Result<tempfile::TempDir, ExportError> {
+fn staging_folder(out: &Path) -> Result<Staging, ExportError> {
     let parent = match out.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
@@ -228,7 +241,26 @@ fn staging_folder(out: &Path) -> Result<tempfile::TempDir, ExportError> {
     }
     fs::create_dir_all(parent).map_err(io)?;
     let name = out.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-    tempfile::Builder::new().prefix(&format!(".{name}.partial-")).tempdir_in(parent).map_err(io)
+    let prefix = format!(".{name}{PARTIAL}");
+    remove_abandoned(parent, &prefix, out.exists()).map_err(io)?;
+    let folder = tempfile::Builder::new().prefix(&prefix).tempdir_in(parent).map_err(io)?;
+    let lock = File::open(folder.path()).map_err(io)?;
+    lock.try_lock().map_err(|e| io(e.into()))?;
+    Ok(Staging { folder, _lock: lock })
+}
+
+/// Removes what exports of that name left that were killed. A living one holds a lock on its folder, which the system
+/// takes back when the process ends, however it ends. A bundle that was being replaced goes only if there is a new one.
+fn remove_abandoned(parent: &Path, prefix: &str, replaced: bool) -> io::Result<()> {
+    for entry in fs::read_dir(parent)?.flatten() {
+        let name = entry.file_name();
+        let left = |name: &str| name.starts_with(prefix) && (replaced || !name.ends_with(REPLACED));
+        let abandoned = || io::Result::Ok(File::open(entry.path())?.try_lock().is_ok());
+        if name.to_str().is_some_and(left) && entry.file_type()?.is_dir() && abandoned()? {
+            fs::remove_dir_all(entry.path())?;
+        }
+    }
+    Ok(())
 }
 
 /// Moves the finished folder to its name; an old bundle under that name goes only now.
@@ -238,7 +270,7 @@ fn publish(staging: tempfile::TempDir, request: &ExportRequest<'_>) -> Result<()
     if request.force && request.out.exists() {
         // Named after the staging folder, whose name nobody else has.
         let mut old = staging.path().as_os_str().to_owned();
-        old.push(".replaced");
+        old.push(REPLACED);
         let old = PathBuf::from(old);
         fs::rename(request.out, &old).map_err(io)?;
         if let Err(e) = fs::rename(staging.path(), request.out) {

@@ -38,7 +38,7 @@ const RULES: &[Rule] = &[
     Rule {
         kind: "float_scalar_chain",
         why: "shaders compute such chains on one element and have got them wrong: a scale or a length is off, and with it everything after",
-        remedy: "fold it at export: bind the sizes, or write the scale as a constant",
+        remedy: "write it as a constant: `viaduct rewrite --passes lean`, with --dim for sizes that never change",
         source: "https://github.com/microsoft/onnxruntime/issues/27661",
         find: scalar_chains,
     },

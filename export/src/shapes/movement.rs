@@ -91,6 +91,13 @@ fn reshape(call: &Call<'_>) -> Result<Vec<Fact>, String> {
     Ok(reshaped(input, Some(shape)))
 }
 
+/// `[1, 88, ?, -1]`
+fn in_words(wanted: &[Option<i64>]) -> String {
+    let sizes: Vec<String> =
+        wanted.iter().map(|size| size.map_or("?".to_owned(), |size| size.to_string())).collect();
+    format!("[{}]", sizes.join(", "))
+}
+
 /// 0 copies the input's size at the same place; -1, once, takes what is left.
 fn new_shape(
     input: Option<&[Option<usize>]>,
@@ -124,14 +131,14 @@ fn new_shape(
     match (&open[..], total) {
         _ if undefined => {}
         (&[], Some(total)) if product(&rest(&shape))?.is_some_and(|new| new != total) => {
-            return Err(format!("{total} elements do not make a shape {wanted:?}"));
+            return Err(format!("{total} elements do not make a shape {}", in_words(wanted)));
         }
         (&[open], Some(total)) => {
             // A size that is not known is what is left, too, whether it says so or is -1.
             shape[open] = Some(1);
             let others = product(&rest(&shape))?.filter(|others| *others > 0);
             if others.is_some_and(|others| total % others != 0) {
-                return Err(format!("{total} elements do not make a shape {wanted:?}"));
+                return Err(format!("{total} elements do not make a shape {}", in_words(wanted)));
             }
             shape[open] = others.map(|others| total / others);
         }
