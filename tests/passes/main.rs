@@ -7,4 +7,6 @@ mod same;
 
 mod bind_sizes;
 mod drop_dead;
+mod flatten_conv3d;
 mod quantize_matmul;
+mod tree_concat;

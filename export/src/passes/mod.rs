@@ -7,11 +7,13 @@
 mod bind_sizes;
 mod drop_dead;
 mod facts;
+mod flatten_conv3d;
 mod outcome;
 mod quantize_matmul;
 mod replacement;
 mod run;
 mod settings;
+mod tree_concat;
 mod view;
 
 pub use facts::Facts;
@@ -35,8 +37,14 @@ pub struct Pass {
 }
 
 /// All passes. Adding one is a file and a line here.
-pub const PASSES: &[&Pass] =
-    &[&bind_sizes::PASS, &drop_dead::PASS, &quantize_matmul::Q8, &quantize_matmul::Q4];
+pub const PASSES: &[&Pass] = &[
+    &bind_sizes::PASS,
+    &drop_dead::PASS,
+    &flatten_conv3d::PASS,
+    &tree_concat::PASS,
+    &quantize_matmul::Q8,
+    &quantize_matmul::Q4,
+];
 
 /// Passes that are run together, in order and again until nothing changes.
 #[derive(Debug)]

@@ -10,7 +10,7 @@
 
 use std::collections::HashMap;
 
-use super::{Linears, Outcome, Pass, PassError, Replacement, Settings, View};
+use super::{Linears, Outcome, Pass, PassError, Replacement, View};
 use crate::{
     onnx::{Attribute, DType, Model, Node, NodeId, Tensor, ValueId},
     quant::{self, BlockFormat, QuantError},

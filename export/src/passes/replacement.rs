@@ -82,12 +82,7 @@ impl<'g> Replacement<'g> {
         attributes: &[(&str, Attribute)],
         outputs: usize,
     ) -> Vec<ValueId> {
-        let outputs: Vec<ValueId> = (0..outputs)
-            .map(|_| {
-                let name = self.fresh();
-                self.graph.value(&name)
-            })
-            .collect();
+        let outputs: Vec<ValueId> = (0..outputs).map(|_| self.fresh_value()).collect();
         self.ops_into(domain, op_type, inputs, attributes, &outputs);
         outputs
     }
@@ -137,6 +132,12 @@ impl<'g> Replacement<'g> {
     /// Puts the nodes in place.
     pub fn finish(self) {
         self.graph.replace_node(self.root, self.nodes);
+    }
+
+    /// A value under a name of its own, for a node of several outputs.
+    pub fn fresh_value(&mut self) -> ValueId {
+        let name = self.fresh();
+        self.graph.value(&name)
     }
 
     fn fresh(&mut self) -> String {
