@@ -8,5 +8,7 @@ mod same;
 mod bind_sizes;
 mod drop_dead;
 mod flatten_conv3d;
+mod fp32_islands;
 mod quantize_matmul;
+mod to_f16;
 mod tree_concat;

@@ -8,11 +8,13 @@ mod bind_sizes;
 mod drop_dead;
 mod facts;
 mod flatten_conv3d;
+mod fp32_islands;
 mod outcome;
 mod quantize_matmul;
 mod replacement;
 mod run;
 mod settings;
+mod to_f16;
 mod tree_concat;
 mod view;
 
@@ -37,11 +39,14 @@ pub struct Pass {
 }
 
 /// All passes. Adding one is a file and a line here.
+#[rustfmt::skip]
 pub const PASSES: &[&Pass] = &[
     &bind_sizes::PASS,
     &drop_dead::PASS,
     &flatten_conv3d::PASS,
     &tree_concat::PASS,
+    &to_f16::PASS,
+    &fp32_islands::PASS,
     &quantize_matmul::Q8,
     &quantize_matmul::Q4,
 ];
