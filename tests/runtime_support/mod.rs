@@ -65,14 +65,15 @@ impl Net {
         self.constant(name, Tensor::from_i64(&[values.len()], values))
     }
 
-    /// Appends a node; an operator with a dot is one of com.microsoft. An empty input name is an absent input.
+    /// Appends a node; an operator with a dot is one of com.microsoft. An empty input name is an absent input;
+    /// several outputs are separated by spaces.
     pub fn node(&mut self, op: &str, inputs: &[&str], output: &str, attributes: Attributes<'_>) -> &mut Net {
         let (domain, op_type) = match op.strip_prefix("ms.") {
             Some(op_type) => ("com.microsoft", op_type),
             None => ("", op),
         };
         let inputs = inputs.iter().map(|name| (!name.is_empty()).then(|| self.graph.value(name))).collect();
-        let outputs = vec![Some(self.graph.value(output))];
+        let outputs = output.split(' ').map(|name| Some(self.graph.value(name))).collect();
         let attributes = attributes.iter().map(|(k, v)| ((*k).to_owned(), v.clone())).collect();
         self.graph.add_node(Node {
             op_type: op_type.to_owned(),

@@ -11,16 +11,21 @@ mod drop_dead;
 mod eliminate_identity;
 mod expression;
 mod facts;
+mod flatten_conv3d;
 mod fold_constants;
 mod fold_shapes;
+mod fp32_islands;
 mod keep_rows;
 mod merge_duplicates;
 mod outcome;
+mod quantize_matmul;
 mod replacement;
 mod reshape_plan;
 mod run;
 mod settings;
 mod substitution;
+mod to_f16;
+mod tree_concat;
 mod view;
 
 pub use facts::Facts;
@@ -53,6 +58,12 @@ pub const PASSES: &[&Pass] = &[
     &dedupe_initializers::PASS,
     &merge_duplicates::PASS,
     &drop_dead::PASS,
+    &flatten_conv3d::PASS,
+    &tree_concat::PASS,
+    &to_f16::PASS,
+    &fp32_islands::PASS,
+    &quantize_matmul::Q8,
+    &quantize_matmul::Q4,
 ];
 
 /// Passes that are run together, in order and again until nothing changes.

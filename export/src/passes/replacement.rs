@@ -135,6 +135,14 @@ impl<'g> Replacement<'g> {
         self.graph[value].ty = Some(ValueType::Tensor { dtype, shape });
     }
 
+    /// Changes a value's element type and leaves what is recorded of its shape.
+    pub fn retype(&mut self, value: ValueId, to: DType) {
+        match &mut self.graph[value].ty {
+            Some(ValueType::Tensor { dtype, .. }) => *dtype = to,
+            ty => *ty = Some(ValueType::Tensor { dtype: to, shape: None }),
+        }
+    }
+
     /// Puts the nodes in place.
     pub fn finish(self) {
         self.graph.replace_node(self.root, self.nodes);

@@ -22,9 +22,9 @@ pub struct Linears {
     pub symmetric: bool,
     /// `accuracy_level` of MatMulNBits.
     pub accuracy_level: i64,
-    /// Names of weights; all if there is none.
+    /// Names of weights or their nodes; all if there is none.
     pub include: Vec<Regex>,
-    /// Names of weights that stay as they are.
+    /// Names of weights or their nodes that stay as they are.
     pub exclude: Vec<Regex>,
 }
 
@@ -46,9 +46,9 @@ impl Default for Linears {
 }
 
 impl Linears {
-    /// Whether a weight of that name is to be quantised.
-    pub fn takes(&self, weight: &str) -> bool {
-        let any = |rules: &[Regex]| rules.iter().any(|rule| rule.is_match(weight));
+    /// Whether a weight that has these names is to be quantised.
+    pub fn takes(&self, names: &[&str]) -> bool {
+        let any = |rules: &[Regex]| rules.iter().any(|rule| names.iter().any(|name| rule.is_match(name)));
         (self.include.is_empty() || any(&self.include)) && !any(&self.exclude)
     }
 }

@@ -21,6 +21,49 @@ pub fn transpose(tensor: Tensor) -> Result<Tensor, QuantError> {
     Ok(Tensor { dtype, shape: vec![k, n], bytes: Bytes::Computed { source, part: 0, len: n * k * size } })
 }
 
+/// Index `index` along axis `axis`, which goes, when it is written.
+pub fn select(tensor: Tensor, axis: usize, index: usize) -> Result<Tensor, QuantError> {
+    let within = |size: &usize| index < *size;
+    if !tensor.shape.get(axis).is_some_and(within) {
+        return Err(QuantError::Shape { found: tensor.shape, expected: "an axis that has the index" });
+    }
+    let (dtype, size) = (tensor.dtype, element_size(tensor.dtype)?);
+    let mut shape = tensor.shape.clone();
+    let count = shape.remove(axis);
+    let len = shape.iter().product::<usize>() * size;
+    let run = shape[axis..].iter().product::<usize>() * size;
+    let source = Arc::new(Select { tensor, len, run, step: run * count, offset: run * index });
+    Ok(Tensor { dtype, shape, bytes: Bytes::Computed { source, part: 0, len } })
+}
+
+/// A run of bytes out of every step.
+struct Select {
+    tensor: Tensor,
+    len: usize,
+    run: usize,
+    step: usize,
+    offset: usize,
+}
+
+impl Compute for Select {
+    fn release(&self) {
+        self.tensor.bytes.release();
+    }
+
+    fn compute(&self) -> Result<Vec<Vec<u8>>, ComputeError> {
+        let bytes = self.tensor.bytes.read()?;
+        let mut out = Vec::with_capacity(self.len);
+        if self.len > 0 {
+            let runs = bytes.chunks_exact(self.step).map(|step| &step[self.offset..][..self.run]);
+            runs.for_each(|run| out.extend_from_slice(run));
+        }
+        if out.len() != self.len {
+            return Err(QuantError::Length { expected: self.len, found: out.len() }.into());
+        }
+        Ok(vec![out])
+    }
+}
+
 fn element_size(dtype: DType) -> Result<usize, QuantError> {
     dtype.size().ok_or(QuantError::SourceType(dtype))
 }

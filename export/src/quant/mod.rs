@@ -12,7 +12,7 @@ mod pack;
 
 pub use cast::cast;
 pub use error::QuantError;
-pub use layout::transpose;
+pub use layout::{select, transpose};
 pub use nbits::{
     BlockFormat, QuantizeCompute, Quantized, dequantize, quantize, quantize_tensor, quantized_initializers,
 };
