@@ -4,15 +4,23 @@
 //! put new nodes in the place of the last node of a pattern; what nothing uses any more is dropped by the runner. Nothing
 //! here reads a weight's bytes: passes make lazy tensors, so that a model of any size is rewritten in constant memory.
 
+mod attention;
 mod bind_sizes;
+mod decompose_attention;
 mod drop_dead;
 mod facts;
+mod finite_masks;
+mod fix_attention_scale;
+mod fuse_attention;
+mod heads;
 mod outcome;
+mod remove_nan_guard;
 mod replacement;
 mod run;
 mod settings;
 mod view;
 
+pub use decompose_attention::{MAX_SLICES, MultiHead, Written};
 pub use facts::Facts;
 pub use outcome::{Outcome, Refusal};
 pub use replacement::Replacement;
@@ -34,7 +42,15 @@ pub struct Pass {
 }
 
 /// All passes. Adding one is a file and a line here.
-pub const PASSES: &[&Pass] = &[&bind_sizes::PASS, &drop_dead::PASS];
+pub const PASSES: &[&Pass] = &[
+    &bind_sizes::PASS,
+    &drop_dead::PASS,
+    &fix_attention_scale::PASS,
+    &finite_masks::PASS,
+    &remove_nan_guard::PASS,
+    &fuse_attention::PASS,
+    &decompose_attention::PASS,
+];
 
 /// Passes that are run together, in order and again until nothing changes.
 #[derive(Debug)]
@@ -44,11 +60,26 @@ pub struct Sequence {
     pub passes: &'static [&'static str],
 }
 
-pub const SEQUENCES: &[Sequence] = &[Sequence {
-    name: "lean",
-    what: "the same numbers to the bit, without what exporters leave behind; running it again changes nothing",
-    passes: &["bind_sizes", "drop_dead"],
-}];
+pub const SEQUENCES: &[Sequence] = &[
+    Sequence {
+        name: "lean",
+        what: "the same numbers to the bit, without what exporters leave behind; running it again changes nothing",
+        passes: &["bind_sizes", "drop_dead"],
+    },
+    Sequence {
+        name: "webgpu",
+        what: "lean, and what WebGPU needs: the same numbers but for rounding",
+        passes: &[
+            "bind_sizes",
+            "drop_dead",
+            "fix_attention_scale",
+            "finite_masks",
+            "remove_nan_guard",
+            "fuse_attention",
+            "decompose_attention",
+        ],
+    },
+];
 
 /// The pass of that name.
 pub fn pass(name: &str) -> Result<&'static Pass, PassError> {

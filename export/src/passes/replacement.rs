@@ -31,7 +31,7 @@ impl<'g> Replacement<'g> {
 
     /// A constant under a name of its own.
     pub fn constant(&mut self, tensor: Tensor) -> ValueId {
-        let name = self.fresh();
+        let name = self.fresh_name();
         self.graph.add_constant(&name, tensor)
     }
 
@@ -74,6 +74,12 @@ impl<'g> Replacement<'g> {
         self.ops("com.microsoft", op_type, inputs, attributes, 1)[0]
     }
 
+    /// A new value, for a node that [`Replacement::push`] adds.
+    pub fn fresh(&mut self) -> ValueId {
+        let name = self.fresh_name();
+        self.graph.value(&name)
+    }
+
     pub fn ops(
         &mut self,
         domain: &str,
@@ -82,12 +88,7 @@ impl<'g> Replacement<'g> {
         attributes: &[(&str, Attribute)],
         outputs: usize,
     ) -> Vec<ValueId> {
-        let outputs: Vec<ValueId> = (0..outputs)
-            .map(|_| {
-                let name = self.fresh();
-                self.graph.value(&name)
-            })
-            .collect();
+        let outputs: Vec<ValueId> = (0..outputs).map(|_| self.fresh()).collect();
         self.ops_into(domain, op_type, inputs, attributes, &outputs);
         outputs
     }
@@ -139,7 +140,7 @@ impl<'g> Replacement<'g> {
         self.graph.replace_node(self.root, self.nodes);
     }
 
-    fn fresh(&mut self) -> String {
+    fn fresh_name(&mut self) -> String {
         loop {
             self.made += 1;
             let name = format!("{}/{}", self.prefix, self.made);
