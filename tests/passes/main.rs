@@ -13,4 +13,5 @@ mod drop_dead;
 mod finite_masks;
 mod fix_attention_scale;
 mod fuse_attention;
+mod models;
 mod remove_nan_guard;

@@ -10,7 +10,7 @@
 //! Refused: masks that are used for more than attention or shared with one that is refused, constants beyond 16 MiB or
 //! unreadable, more than one mask before a guard. Masks that come from outside are not looked at.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 
 use super::{
     Outcome, Pass, PassError, Replacement, Settings, View,
@@ -177,8 +177,6 @@ struct Plan {
 /// Where rows are made 0.
 struct Blank {
     mask: ValueId,
-    /// What tells masks apart: their condition, or themselves.
-    key: ValueId,
     dtype: DType,
     output: Output,
 }
@@ -198,7 +196,6 @@ fn run(model: &mut Model, _: &Settings) -> Result<Outcome, PassError> {
             Err((plan, why)) => outcome.refuse(plan.place, why),
         }
     }
-    let order: HashMap<NodeId, usize> = view.graph.nodes().enumerate().map(|(i, (id, _))| (id, i)).collect();
     let opset = view.opset();
     outcome.applied = chosen.len();
     let edges: BTreeMap<(NodeId, usize), Edge> = chosen
@@ -207,14 +204,11 @@ fn run(model: &mut Model, _: &Settings) -> Result<Outcome, PassError> {
         .flat_map(|origin| &origin.edges)
         .map(|edge| ((edge.node, edge.index), *edge))
         .collect();
-    let mut blanks: Vec<Blank> = chosen.into_iter().filter_map(|plan| plan.blank).collect();
-    blanks.sort_by_key(|blank| order.get(&blank.output.root).copied());
     for edge in edges.values() {
         make_finite(&mut model.graph, edge);
     }
-    let mut seen = HashMap::new();
-    for blank in &blanks {
-        make_zero(&mut model.graph, blank, &mut seen, opset);
+    for blank in chosen.iter().filter_map(|plan| plan.blank.as_ref()) {
+        make_zero(&mut model.graph, blank, opset);
     }
     Ok(outcome)
 }
@@ -249,8 +243,7 @@ fn blank(view: &View<'_>, attention: &Attention, mask: ValueId) -> Result<Blank,
     let one_for_all_heads =
         rank >= 2 && (0..rank - 2).all(|axis| facts.fixed_dim(mask, axis as i64) == Some(1));
     let output = if one_for_all_heads { output } else { output.before_joining(attention.apply) };
-    let condition = view.made_by(mask, "Where").and_then(|(_, node)| node.input(0));
-    Ok(Blank { mask, key: condition.unwrap_or(mask), dtype, output })
+    Ok(Blank { mask, dtype, output })
 }
 
 /// Leaves masks alone that are used for other things than attention.
@@ -328,37 +321,27 @@ fn make_finite(graph: &mut Graph, edge: &Edge) {
     graph[edge.node].inputs[edge.index] = Some(finite);
 }
 
-/// Makes rows of an attention 0 that see no key. `seen` has what was computed before, by mask and form.
-fn make_zero(
-    graph: &mut Graph,
-    blank: &Blank,
-    seen: &mut HashMap<(ValueId, DType, bool), ValueId>,
-    opset: i64,
-) {
+/// Makes rows of an attention 0 that see no key.
+fn make_zero(graph: &mut Graph, blank: &Blank, opset: i64) {
     let Output { root, value, joined, .. } = blank.output;
-    let original = graph[root].clone();
+    let mut original = graph[root].clone();
     let mut r = Replacement::of(graph, root);
-    let sees = *seen.entry((blank.key, blank.dtype, joined)).or_insert_with(|| {
-        let highest = if opset < 18 {
-            r.op("ReduceMax", &[blank.mask], &[("axes", Attribute::Ints(vec![-1]))])
-        } else {
-            let axes = r.ints(&[-1]);
-            r.op("ReduceMax", &[blank.mask, axes], &[])
-        };
-        let half = r.scalar(blank.dtype, lowest(blank.dtype).unwrap_or(f32::MIN) / 2.0);
-        let sees = r.op("Greater", &[highest, half], &[]);
-        if joined {
-            let shape = r.ints(&[1, -1, 1]);
-            r.op("Reshape", &[sees, shape], &[])
-        } else {
-            sees
-        }
-    });
+    let highest = if opset < 18 {
+        r.op("ReduceMax", &[blank.mask], &[("axes", Attribute::Ints(vec![-1]))])
+    } else {
+        let axes = r.ints(&[-1]);
+        r.op("ReduceMax", &[blank.mask, axes], &[])
+    };
+    let half = r.scalar(blank.dtype, lowest(blank.dtype).unwrap_or(f32::MIN) / 2.0);
+    let mut sees = r.op("Greater", &[highest, half], &[]);
+    if joined {
+        let shape = r.ints(&[1, -1, 1]);
+        sees = r.op("Reshape", &[sees, shape], &[]);
+    }
+    let kept = r.fresh();
+    original.outputs = vec![Some(kept)];
+    r.push(original);
     let zero = r.scalar(blank.output.dtype(), 0.0);
-    let inputs: Vec<ValueId> = original.inputs.iter().flatten().copied().collect();
-    let attributes: Vec<(&str, Attribute)> =
-        original.attributes.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
-    let kept = r.op(&original.op_type, &inputs, &attributes);
     r.op_into("Where", &[sees, kept, zero], &[], value);
     r.finish();
 }

@@ -6,7 +6,7 @@ use crate::onnx::{Attribute, DType, Dim, Node, NodeId, ValueId};
 /// Nodes that are followed from or to an attention; exporters write four.
 const MAX_STEPS: usize = 16;
 
-const SHAPE: &str = "the shape of q, k or v is not understood";
+const SHAPE: &str = "the shape of q, k or v does not follow from the graph; sizes may have to be bound";
 const HEADS: &str = "the number of heads or their width is not known";
 const TYPE: &str = "q, k or v is of another type than f32 and f16";
 const BATCH: &str = "the batch is not known to be one";

@@ -6,18 +6,27 @@
 
 mod attention;
 mod bind_sizes;
+mod constant_nodes;
 mod decompose_attention;
+mod dedupe_initializers;
 mod drop_dead;
+mod eliminate_identity;
+mod expression;
 mod facts;
 mod finite_masks;
 mod fix_attention_scale;
+mod fold_constants;
+mod fold_shapes;
 mod fuse_attention;
 mod heads;
+mod merge_duplicates;
 mod outcome;
 mod remove_nan_guard;
 mod replacement;
+mod reshape_plan;
 mod run;
 mod settings;
+mod substitution;
 mod view;
 
 pub use decompose_attention::{MAX_SLICES, MultiHead, Written};
@@ -44,6 +53,11 @@ pub struct Pass {
 /// All passes. Adding one is a file and a line here.
 pub const PASSES: &[&Pass] = &[
     &bind_sizes::PASS,
+    &fold_constants::PASS,
+    &fold_shapes::PASS,
+    &eliminate_identity::PASS,
+    &dedupe_initializers::PASS,
+    &merge_duplicates::PASS,
     &drop_dead::PASS,
     &fix_attention_scale::PASS,
     &finite_masks::PASS,
@@ -64,13 +78,26 @@ pub const SEQUENCES: &[Sequence] = &[
     Sequence {
         name: "lean",
         what: "the same numbers to the bit, without what exporters leave behind; running it again changes nothing",
-        passes: &["bind_sizes", "drop_dead"],
+        passes: &[
+            "bind_sizes",
+            "fold_constants",
+            "fold_shapes",
+            "eliminate_identity",
+            "dedupe_initializers",
+            "merge_duplicates",
+            "drop_dead",
+        ],
     },
     Sequence {
         name: "webgpu",
         what: "lean, and what WebGPU needs: the same numbers but for rounding",
         passes: &[
             "bind_sizes",
+            "fold_constants",
+            "fold_shapes",
+            "eliminate_identity",
+            "dedupe_initializers",
+            "merge_duplicates",
             "drop_dead",
             "fix_attention_scale",
             "finite_masks",
