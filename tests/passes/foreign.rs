@@ -6,7 +6,7 @@ use viaduct::{
     npy,
     tensor::{HostTensor, Values},
 };
-use viaduct_export::onnx::{Attribute, DType, Model, Node, ValueType, read_model};
+use viaduct_export::onnx::{Attribute, Bytes, DType, Model, Node, ValueType, read_model};
 
 use crate::runtime_support::{Feeds, tensor};
 
@@ -14,8 +14,18 @@ use crate::runtime_support::{Feeds, tensor};
 pub fn foreign(folder: &str, export: &str) -> (Model, Feeds) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/foreign").join(folder);
     let mut model = read_model(&folder.join(format!("{export}.onnx"))).unwrap();
+    hold(&mut model);
     let feeds = feeds(&mut model, &folder);
     (model, feeds)
+}
+
+/// Takes external data into memory, so that the model can be run from there.
+pub fn hold(model: &mut Model) {
+    for id in model.graph.values().map(|(id, _)| id).collect::<Vec<_>>() {
+        if let Some(tensor) = &mut model.graph[id].constant {
+            tensor.bytes = Bytes::Inline(tensor.bytes.read().unwrap().into_owned().into());
+        }
+    }
 }
 
 /// The inputs beside the model, in the types that it takes. Truth values are fed as integers, through a Cast.

@@ -50,8 +50,8 @@ fn modules_that_torch_exports_are_fused() {
         ("transformer", "legacy", 2, 1e-5),
         ("transformer", "dynamo", 2, 1e-5),
         ("transformer", "legacy_unfolded_f16", 2, 2e-2),
-        ("text_encoder", "legacy_unfolded", 3, 1e-5),
-        ("text_encoder", "dynamo", 3, 1e-5),
+        ("text_encoder", "legacy_unfolded", 2, 1e-5),
+        ("text_encoder", "dynamo", 2, 1e-5),
         ("vae", "legacy", 1, 1e-5),
         ("vae", "dynamo_f16", 1, 1e-2),
     ];
@@ -268,13 +268,6 @@ fn webgpu_masked_attention_is_right_when_it_is_written_out() {
         let after = rewrite(&model, &all(), &Settings::default());
         assert_eq!(after.operators().get("MultiHeadAttention"), Some(&1));
         let written = lowered(&after.model, &Sizes::new());
-        if let Ok(d) = std::env::var("ATT_DUMP") {
-            std::fs::write(
-                format!("{d}/{dtype:?}.onnx"),
-                viaduct_export::onnx::model_bytes(&written).unwrap(),
-            )
-            .unwrap();
-        }
         same_outputs(&mut gpu.runtime, &model, &written, &feeds, bar, &format!("{dtype:?}"));
     }
 }

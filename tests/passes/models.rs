@@ -8,11 +8,12 @@ use viaduct::{
 };
 use viaduct_export::{
     device::DeviceProfile,
-    onnx::{DType, Dim, Model, ValueType, read_model},
+    onnx::{DType, Dim, Model, ValueId, ValueType, read_model},
     passes::{AttentionForm, Settings, apply, sequence},
     shapes::Sizes,
 };
 
+use crate::foreign::hold;
 use crate::runtime_support::{Feeds, cpu, noise, relative_error, run, tensor, webgpu};
 
 /// File, sizes that the exporter has traced for good, attentions, error that is allowed.
@@ -32,7 +33,7 @@ const SIZES: [(&str, usize); 4] =
     [("image_seq", 24), ("text_seq", 64), ("latent_height", 4), ("latent_width", 6)];
 
 fn feeds(model: &Model) -> Feeds {
-    let feed = |id| {
+    let feed = |id: ValueId| {
         let value = &model.graph[id];
         let Some(ValueType::Tensor { dtype, shape: Some(shape) }) = &value.ty else { panic!("no type") };
         let size = |dim: &Dim| match dim {
@@ -40,7 +41,7 @@ fn feeds(model: &Model) -> Feeds {
             Dim::Symbol(name) => SIZES.iter().find(|(known, _)| known == name).unwrap().1,
             Dim::Unknown => panic!("unknown size"),
         };
-        let shape: Vec<usize> = shape.iter().map(size).collect();
+        let (dtype, shape): (DType, Vec<usize>) = (*dtype, shape.iter().map(size).collect());
         let count = shape.iter().product();
         let tensor = match (value.name.as_str(), dtype) {
             ("input_ids", _) => HostTensor::new(
@@ -52,7 +53,7 @@ fn feeds(model: &Model) -> Feeds {
                 Values::I64((0..count).map(|i| i64::from(i < 40)).collect::<Vec<_>>().into()),
             ),
             ("x_ids", _) => tensor(
-                *dtype,
+                dtype,
                 &shape,
                 &(0..count)
                     .map(|i| match i % 4 {
@@ -63,11 +64,11 @@ fn feeds(model: &Model) -> Feeds {
                     .collect::<Vec<_>>(),
             ),
             ("ctx_ids", _) => tensor(
-                *dtype,
+                dtype,
                 &shape,
                 &(0..count).map(|i| if i % 4 == 3 { i / 4 } else { 0 } as f32).collect::<Vec<_>>(),
             ),
-            _ => tensor(*dtype, &shape, &noise(7, count)),
+            _ => tensor(dtype, &shape, &noise(7, count)),
         };
         (value.name.clone(), tensor)
     };
@@ -80,7 +81,8 @@ fn webgpu_models_that_torch_exports_are_the_same() {
     let folder = PathBuf::from(std::env::var("VIADUCT_SHARED").unwrap()).join("oracles/onnx-tiny");
     let mut gpu = webgpu();
     for (file, bound, count, bar) in FILES {
-        let original = read_model(&folder.join(format!("{file}.onnx"))).unwrap();
+        let mut original = read_model(&folder.join(format!("{file}.onnx"))).unwrap();
+        hold(&mut original);
         let feeds = feeds(&original);
         let sizes: Sizes = bound.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect();
         let name = original.graph[original.graph.outputs[0]].name.clone();
@@ -125,6 +127,5 @@ fn webgpu_models_that_torch_exports_are_the_same() {
                 Err(e) => println!("{file}: {e}"),
             }
         }
-        assert!([DType::F32, DType::F16].len() == 2);
     }
 }
