@@ -338,7 +338,7 @@ fn make_zero(graph: &mut Graph, blank: &Blank, opset: i64) {
         let shape = r.ints(&[1, -1, 1]);
         sees = r.op("Reshape", &[sees, shape], &[]);
     }
-    let kept = r.fresh();
+    let kept = r.value();
     original.outputs = vec![Some(kept)];
     r.push(original);
     let zero = r.scalar(blank.output.dtype(), 0.0);

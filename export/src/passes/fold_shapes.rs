@@ -136,7 +136,7 @@ pub fn reshape(new: &mut Replacement<'_>, x: ValueId, plan: Plan, output: ValueI
 }
 
 /// [N, C, D, ...] as [N, G, C/G*D, ...], normalised, and back.
-fn group_norm(
+pub fn group_norm(
     new: &mut Replacement<'_>,
     x: ValueId,
     norm: Node,

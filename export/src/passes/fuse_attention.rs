@@ -171,7 +171,7 @@ fn fuse(model: &mut Model, fusion: &Fusion) {
     ];
     let Output { value, joined, .. } = fusion.output;
     let cast = fusion.output.dtype() != fusion.dtype;
-    let result = if joined && !cast { value } else { r.fresh() };
+    let result = if joined && !cast { value } else { r.value() };
     r.push(Node {
         op_type: "MultiHeadAttention".to_owned(),
         domain: "com.microsoft".to_owned(),

@@ -19,6 +19,7 @@ mod fold_constants;
 mod fold_shapes;
 mod fuse_attention;
 mod heads;
+mod keep_rows;
 mod merge_duplicates;
 mod outcome;
 mod remove_nan_guard;
@@ -55,6 +56,7 @@ pub const PASSES: &[&Pass] = &[
     &bind_sizes::PASS,
     &fold_constants::PASS,
     &fold_shapes::PASS,
+    &keep_rows::PASS,
     &eliminate_identity::PASS,
     &dedupe_initializers::PASS,
     &merge_duplicates::PASS,

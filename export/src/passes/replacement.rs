@@ -31,7 +31,7 @@ impl<'g> Replacement<'g> {
 
     /// A constant under a name of its own.
     pub fn constant(&mut self, tensor: Tensor) -> ValueId {
-        let name = self.fresh_name();
+        let name = self.fresh();
         self.graph.add_constant(&name, tensor)
     }
 
@@ -74,12 +74,6 @@ impl<'g> Replacement<'g> {
         self.ops("com.microsoft", op_type, inputs, attributes, 1)[0]
     }
 
-    /// A new value, for a node that [`Replacement::push`] adds.
-    pub fn fresh(&mut self) -> ValueId {
-        let name = self.fresh_name();
-        self.graph.value(&name)
-    }
-
     pub fn ops(
         &mut self,
         domain: &str,
@@ -88,7 +82,7 @@ impl<'g> Replacement<'g> {
         attributes: &[(&str, Attribute)],
         outputs: usize,
     ) -> Vec<ValueId> {
-        let outputs: Vec<ValueId> = (0..outputs).map(|_| self.fresh()).collect();
+        let outputs: Vec<ValueId> = (0..outputs).map(|_| self.value()).collect();
         self.ops_into(domain, op_type, inputs, attributes, &outputs);
         outputs
     }
@@ -122,6 +116,12 @@ impl<'g> Replacement<'g> {
         });
     }
 
+    /// A value that a node is still to define.
+    pub fn value(&mut self) -> ValueId {
+        let name = self.fresh();
+        self.graph.value(&name)
+    }
+
     /// Any node. Without a name it gets that of its first output.
     pub fn push(&mut self, mut node: Node) {
         if let (true, Some(output)) = (node.name.is_empty(), node.outputs.iter().flatten().next()) {
@@ -140,7 +140,7 @@ impl<'g> Replacement<'g> {
         self.graph.replace_node(self.root, self.nodes);
     }
 
-    fn fresh_name(&mut self) -> String {
+    fn fresh(&mut self) -> String {
         loop {
             self.made += 1;
             let name = format!("{}/{}", self.prefix, self.made);

@@ -26,6 +26,12 @@ pub fn plan(from: &[Sizes], to: &[Sizes]) -> Result<Plan, Vec<usize>> {
     }
 }
 
+/// Where the axis of the new shape is in the old one, if it holds the same elements.
+pub fn kept_axis(from: &[Sizes], to: &[Sizes], axis: usize) -> Option<usize> {
+    let group = groups(from, to)?.into_iter().find(|group| group.to.contains(&axis))?;
+    (group.from.len() == 1 && group.to.len() == 1).then_some(group.from.start)
+}
+
 /// The size if it is always the same and not zero, which a target cannot say.
 fn fixed(sizes: &Sizes) -> Option<i64> {
     let first = sizes.first()?;
