@@ -1,7 +1,7 @@
 //! Makes a device-neutral graph fit one device: the form of attention, and which values can be looked at.
 //!
 //! Bundles carry attention as com.microsoft `MultiHeadAttention` over q, k and v [1, rows, heads*d], with a mask or not.
-//! Where that operator is wrong or slow it is written out here, in slices of the queries, so that the scores
+//! Where that operator is wrong or slow, and with a mask always, it is written out here, in slices of the queries, so that the scores
 //! [heads, rows, rows] never exceed a limit. Sizes are static; the graph never asks for a shape at run time.
 
 use std::{cell::OnceCell, collections::BTreeMap};
@@ -126,7 +126,8 @@ fn attentions(
     let nodes = model.graph.nodes().filter(|(_, node)| node.is_contrib("MultiHeadAttention"));
     nodes
         .map(|(id, node)| {
-            let form = match fused {
+            // Devices are tested with the operator without a mask only.
+            let form = match fused && node.input(5).is_none() {
                 true => Form::Fused,
                 false => Form::Written(written(node, &known, limit)?),
             };

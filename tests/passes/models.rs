@@ -112,7 +112,6 @@ fn webgpu_models_that_torch_exports_are_the_same() {
             let y = run(&mut cpu(), &model, &feeds, &[&name]).unwrap()[0].to_f32();
             let error = relative_error(&y, &expected);
             println!("{file} {form:?} CPU: {error:.2e}");
-            println!("DEBUG {:?} {:?}", &expected[..4], &y[..4]);
             assert!(error <= bar, "{file}: {error:e}");
             let Some(gpu) = &mut gpu else { continue };
             let device = DeviceProfile { fused_attention: false, ..gpu.runtime.device().profile() };
