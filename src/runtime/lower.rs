@@ -1,8 +1,8 @@
 //! Makes a device-neutral graph fit one device: the form of attention, and which values can be looked at.
 //!
 //! Bundles carry attention as com.microsoft `MultiHeadAttention` over q, k and v [1, rows, heads*d], with a mask or not.
-//! Where that operator is wrong or slow, and with a mask always, it is written out here, in slices of the queries, so that the scores
-//! [heads, rows, rows] never exceed a limit. Sizes are static; the graph never asks for a shape at run time.
+//! With a mask, and wherever that operator is wrong or slow, it is written out here, in slices of the queries, so that
+//! the scores [heads, rows, rows] never exceed a limit. Sizes are static; the graph never asks for a shape at run time.
 
 use std::{cell::OnceCell, collections::BTreeMap};
 
