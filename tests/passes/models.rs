@@ -8,7 +8,7 @@ use viaduct::{
 };
 use viaduct_export::{
     device::DeviceProfile,
-    onnx::{DType, Dim, Model, ValueId, ValueType, read_model},
+    onnx::{DType, Dim, Model, ValueId, ValueType, read_graph, read_model},
     passes::{AttentionForm, Settings, apply, sequence},
     shapes::Sizes,
 };
@@ -131,4 +131,20 @@ fn webgpu_models_that_torch_exports_are_the_same() {
             }
         }
     }
+}
+
+/// A graph of f16 whose weights are absent: heads of 512, and a scale that is computed at run time.
+#[test]
+#[ignore = "needs the files in $VIADUCT_SHARED"]
+fn the_full_decoder_is_fused_without_its_weights() {
+    let folder = PathBuf::from(std::env::var("VIADUCT_SHARED").unwrap());
+    let mut model = read_graph(&folder.join("oracles/onnx-full/flux2_vae_decoder.onnx")).unwrap();
+    let fused = sequence("webgpu").unwrap();
+    let reports = apply(&mut model, &fused, &Settings::default(), &mut |_| ()).unwrap();
+    for report in reports {
+        println!("{}: {} {:?}", report.pass.name, report.applied, report.reasons());
+    }
+    let attention = model.graph.nodes().find(|(_, node)| node.is_contrib("MultiHeadAttention")).unwrap().1;
+    assert_eq!(attention.int("num_heads"), Some(1));
+    assert!((attention.float("scale").unwrap() - 512f32.sqrt().recip()).abs() < 1e-4);
 }
