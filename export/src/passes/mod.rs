@@ -4,21 +4,28 @@
 //! put new nodes in the place of the last node of a pattern; what nothing uses any more is dropped by the runner. Nothing
 //! here reads a weight's bytes: passes make lazy tensors, so that a model of any size is rewritten in constant memory.
 
+mod attention;
 mod bind_sizes;
 mod constant_nodes;
+mod decompose_attention;
 mod dedupe_initializers;
 mod drop_dead;
 mod eliminate_identity;
 mod expression;
 mod facts;
+mod finite_masks;
+mod fix_attention_scale;
 mod flatten_conv3d;
 mod fold_constants;
 mod fold_shapes;
 mod fp32_islands;
+mod fuse_attention;
+mod heads;
 mod keep_rows;
 mod merge_duplicates;
 mod outcome;
 mod quantize_matmul;
+mod remove_nan_guard;
 mod replacement;
 mod reshape_plan;
 mod run;
@@ -28,6 +35,7 @@ mod to_f16;
 mod tree_concat;
 mod view;
 
+pub use decompose_attention::{MAX_SLICES, MultiHead, Written};
 pub use facts::Facts;
 pub use outcome::{Outcome, Refusal};
 pub use replacement::Replacement;
@@ -64,6 +72,11 @@ pub const PASSES: &[&Pass] = &[
     &fp32_islands::PASS,
     &quantize_matmul::Q8,
     &quantize_matmul::Q4,
+    &fix_attention_scale::PASS,
+    &finite_masks::PASS,
+    &remove_nan_guard::PASS,
+    &fuse_attention::PASS,
+    &decompose_attention::PASS,
 ];
 
 /// Passes that are run together, in order and again until nothing changes.
@@ -74,19 +87,39 @@ pub struct Sequence {
     pub passes: &'static [&'static str],
 }
 
-pub const SEQUENCES: &[Sequence] = &[Sequence {
-    name: "lean",
-    what: "the same numbers to the bit, without what exporters leave behind; running it again changes nothing",
-    passes: &[
-        "bind_sizes",
-        "fold_constants",
-        "fold_shapes",
-        "eliminate_identity",
-        "dedupe_initializers",
-        "merge_duplicates",
-        "drop_dead",
-    ],
-}];
+pub const SEQUENCES: &[Sequence] = &[
+    Sequence {
+        name: "lean",
+        what: "the same numbers to the bit, without what exporters leave behind; running it again changes nothing",
+        passes: &[
+            "bind_sizes",
+            "fold_constants",
+            "fold_shapes",
+            "eliminate_identity",
+            "dedupe_initializers",
+            "merge_duplicates",
+            "drop_dead",
+        ],
+    },
+    Sequence {
+        name: "webgpu",
+        what: "lean, and what WebGPU needs: the same numbers but for rounding",
+        passes: &[
+            "bind_sizes",
+            "fold_constants",
+            "fold_shapes",
+            "eliminate_identity",
+            "dedupe_initializers",
+            "merge_duplicates",
+            "drop_dead",
+            "fix_attention_scale",
+            "finite_masks",
+            "remove_nan_guard",
+            "fuse_attention",
+            "decompose_attention",
+        ],
+    },
+];
 
 /// The pass of that name.
 pub fn pass(name: &str) -> Result<&'static Pass, PassError> {
