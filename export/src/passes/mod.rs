@@ -7,7 +7,18 @@
 mod bind_sizes;
 mod drop_dead;
 mod facts;
+mod fuse_group_norm;
+mod fuse_layer_norm;
+mod fuse_rms_norm;
+mod fuse_rope;
+mod fuse_silu;
+mod fuse_swiglu;
+mod half_table;
+mod keep_rope_f32;
+mod merge_slices;
+mod normalised;
 mod outcome;
+mod pieces;
 mod replacement;
 mod run;
 mod settings;
@@ -34,7 +45,18 @@ pub struct Pass {
 }
 
 /// All passes. Adding one is a file and a line here.
-pub const PASSES: &[&Pass] = &[&bind_sizes::PASS, &drop_dead::PASS];
+pub const PASSES: &[&Pass] = &[
+    &bind_sizes::PASS,
+    &drop_dead::PASS,
+    &keep_rope_f32::PASS,
+    &fuse_layer_norm::PASS,
+    &fuse_rms_norm::PASS,
+    &fuse_group_norm::PASS,
+    &fuse_silu::PASS,
+    &fuse_swiglu::PASS,
+    &fuse_rope::PASS,
+    &merge_slices::PASS,
+];
 
 /// Passes that are run together, in order and again until nothing changes.
 #[derive(Debug)]
@@ -44,11 +66,29 @@ pub struct Sequence {
     pub passes: &'static [&'static str],
 }
 
-pub const SEQUENCES: &[Sequence] = &[Sequence {
-    name: "lean",
-    what: "the same numbers to the bit, without what exporters leave behind; running it again changes nothing",
-    passes: &["bind_sizes", "drop_dead"],
-}];
+pub const SEQUENCES: &[Sequence] = &[
+    Sequence {
+        name: "lean",
+        what: "the same numbers to the bit, without what exporters leave behind; running it again changes nothing",
+        passes: &["bind_sizes", "drop_dead"],
+    },
+    Sequence {
+        name: "webgpu",
+        what: "lean, and the operators that are fast and right on WebGPU; f32 within 1e-5",
+        passes: &[
+            "bind_sizes",
+            "drop_dead",
+            "keep_rope_f32",
+            "fuse_layer_norm",
+            "fuse_rms_norm",
+            "fuse_group_norm",
+            "fuse_silu",
+            "fuse_swiglu",
+            "fuse_rope",
+            "merge_slices",
+        ],
+    },
+];
 
 /// The pass of that name.
 pub fn pass(name: &str) -> Result<&'static Pass, PassError> {
