@@ -16,14 +16,15 @@ use crate::{
 };
 
 /// Sizes of the open dimensions. Row by row a sample; the first dimension takes the first number, the second the second,
-/// and so on, around. Half of them are multiples of 16, as most models want them; no two dimensions are equal in one.
+/// and so on, around. Half of them are multiples of 16, as most models want them; no two dimensions are equal in one. The
+/// last are larger than what graphs compare sizes with.
 const SAMPLES: [[usize; 8]; 6] = [
     [32, 48, 80, 112, 176, 208, 272, 304],
     [1, 2, 3, 5, 7, 11, 13, 17],
     [64, 16, 96, 32, 160, 128, 224, 192],
     [67, 35, 99, 131, 163, 195, 227, 259],
     [4096, 1024, 2048, 512, 3072, 768, 1536, 256],
-    [1009, 499, 2003, 757, 1511, 877, 331, 127],
+    [100_003, 49_999, 200_003, 75_703, 151_121, 87_701, 33_119, 12_703],
 ];
 
 /// What is known about the values of one graph.
@@ -46,7 +47,11 @@ impl Facts {
         };
         let mut samples: Vec<(Sizes, Shapes)> = rows.par_iter().map(inferred).collect();
         let fewest = samples.iter().map(|(_, shapes)| shapes.conflicts.len()).min().unwrap_or(0);
-        samples.retain(|(_, shapes)| shapes.conflicts.len() == fewest);
+        let fits = |sample: &&(Sizes, Shapes)| sample.1.conflicts.len() == fewest;
+        // One sample that fits says nothing about other sizes. With all, what contradicts itself stays unknown.
+        if rows.len() == 1 || samples.iter().filter(fits).count() > 1 {
+            samples.retain(|sample| fits(&sample));
+        }
         Facts { samples }
     }
 
@@ -118,9 +123,49 @@ impl Facts {
         self.all(|_, fact| fact.ints(), value)
     }
 
+    /// All elements of a small constant of any type of numbers.
+    pub fn floats(&self, value: ValueId) -> Option<Vec<f64>> {
+        match self.all(|_, fact| fact.elements.clone(), value)? {
+            Elements::Floats(values) => values.into_iter().collect(),
+            Elements::Ints(values) => {
+                values.into_iter().map(|value| value.map(|value| value as f64)).collect()
+            }
+        }
+    }
+
     /// One integer of a small tensor, in every sample.
     pub fn int_at(&self, value: ValueId, index: usize) -> Option<Vec<i64>> {
         self.each(|fact| *fact.partial_ints()?.get(index)?, value)
+    }
+
+    /// Open dimensions that integers, one in every sample, are computed from: the one that they are, are a multiple of, or
+    /// differ from by a constant; else all.
+    pub fn symbols_of(&self, ints: &[i64]) -> Vec<String> {
+        let Some((sizes, _)) = self.samples.first() else { return Vec::new() };
+        let like = |name: &&String| {
+            let bound =
+                self.samples.iter().map(|(sizes, _)| sizes.get(*name).map_or(0, |size| *size as i128));
+            let pairs: Vec<(i128, i128)> =
+                bound.zip(ints).map(|(size, int)| (size, i128::from(*int))).collect();
+            let Some((size, int)) = pairs.first() else { return false };
+            pairs.iter().all(|(s, i)| s * int == size * i) || pairs.iter().all(|(s, i)| s - i == size - int)
+        };
+        match sizes.keys().find(like) {
+            Some(name) => vec![name.clone()],
+            None => sizes.keys().cloned().collect(),
+        }
+    }
+
+    /// Why little is known about a graph that does not hold for most sizes of its open dimensions: a node, and those.
+    pub fn contradiction(&self) -> Option<String> {
+        let (sizes, shapes) = self.samples.first()?;
+        let conflict = shapes.conflicts.first().filter(|_| !sizes.is_empty())?;
+        let names: Vec<String> = sizes.keys().map(|name| format!("--dim {name}=N")).collect();
+        Some(format!(
+            "the graph holds for some sizes only (see '{}'): bind them with {}",
+            conflict.node,
+            names.join(" ")
+        ))
     }
 
     fn each<T>(&self, ask: impl Fn(&Fact) -> Option<T>, value: ValueId) -> Option<Vec<T>> {

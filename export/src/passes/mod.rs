@@ -5,8 +5,14 @@
 //! here reads a weight's bytes: passes make lazy tensors, so that a model of any size is rewritten in constant memory.
 
 mod bind_sizes;
+mod constant_nodes;
+mod dedupe_initializers;
 mod drop_dead;
+mod eliminate_identity;
+mod expression;
 mod facts;
+mod fold_constants;
+mod fold_shapes;
 mod fuse_group_norm;
 mod fuse_layer_norm;
 mod fuse_rms_norm;
@@ -15,13 +21,17 @@ mod fuse_silu;
 mod fuse_swiglu;
 mod half_table;
 mod keep_rope_f32;
+mod keep_rows;
+mod merge_duplicates;
 mod merge_slices;
 mod normalised;
 mod outcome;
 mod pieces;
 mod replacement;
+mod reshape_plan;
 mod run;
 mod settings;
+mod substitution;
 mod view;
 
 pub use facts::Facts;
@@ -47,7 +57,12 @@ pub struct Pass {
 /// All passes. Adding one is a file and a line here.
 pub const PASSES: &[&Pass] = &[
     &bind_sizes::PASS,
-    &drop_dead::PASS,
+    &fold_constants::PASS,
+    &fold_shapes::PASS,
+    &keep_rows::PASS,
+    &eliminate_identity::PASS,
+    &dedupe_initializers::PASS,
+    &merge_duplicates::PASS,
     &keep_rope_f32::PASS,
     &fuse_layer_norm::PASS,
     &fuse_rms_norm::PASS,
@@ -56,6 +71,7 @@ pub const PASSES: &[&Pass] = &[
     &fuse_swiglu::PASS,
     &fuse_rope::PASS,
     &merge_slices::PASS,
+    &drop_dead::PASS,
 ];
 
 /// Passes that are run together, in order and again until nothing changes.
@@ -70,14 +86,27 @@ pub const SEQUENCES: &[Sequence] = &[
     Sequence {
         name: "lean",
         what: "the same numbers to the bit, without what exporters leave behind; running it again changes nothing",
-        passes: &["bind_sizes", "drop_dead"],
+        passes: &[
+            "bind_sizes",
+            "fold_constants",
+            "fold_shapes",
+            "eliminate_identity",
+            "dedupe_initializers",
+            "merge_duplicates",
+            "drop_dead",
+        ],
     },
     Sequence {
         name: "webgpu",
         what: "lean, and the operators that are fast and right on WebGPU; f32 within 1e-5",
         passes: &[
             "bind_sizes",
-            "drop_dead",
+            "fold_constants",
+            "fold_shapes",
+            "keep_rows",
+            "eliminate_identity",
+            "dedupe_initializers",
+            "merge_duplicates",
             "keep_rope_f32",
             "fuse_layer_norm",
             "fuse_rms_norm",
@@ -86,6 +115,7 @@ pub const SEQUENCES: &[Sequence] = &[
             "fuse_swiglu",
             "fuse_rope",
             "merge_slices",
+            "drop_dead",
         ],
     },
 ];

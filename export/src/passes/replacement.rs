@@ -82,12 +82,7 @@ impl<'g> Replacement<'g> {
         attributes: &[(&str, Attribute)],
         outputs: usize,
     ) -> Vec<ValueId> {
-        let outputs: Vec<ValueId> = (0..outputs)
-            .map(|_| {
-                let name = self.fresh();
-                self.graph.value(&name)
-            })
-            .collect();
+        let outputs: Vec<ValueId> = (0..outputs).map(|_| self.value()).collect();
         self.ops_into(domain, op_type, inputs, attributes, &outputs);
         outputs
     }
@@ -119,6 +114,12 @@ impl<'g> Replacement<'g> {
             attributes: attributes.iter().map(|(k, v)| ((*k).to_owned(), v.clone())).collect(),
             ..Node::default()
         });
+    }
+
+    /// A value that a node is still to define.
+    pub fn value(&mut self) -> ValueId {
+        let name = self.fresh();
+        self.graph.value(&name)
     }
 
     /// Any node. Without a name it gets that of its first output.
