@@ -7,3 +7,12 @@ mod same;
 
 mod bind_sizes;
 mod drop_dead;
+mod fuse_group_norm;
+mod fuse_layer_norm;
+mod fuse_rms_norm;
+mod fuse_rope;
+mod fuse_silu;
+mod fuse_swiglu;
+mod gather_all;
+mod keep_rope_f32;
+mod merge_slices;

@@ -214,8 +214,13 @@ fn rotation(view: &View<'_>, root: NodeId, add: &Node, pattern: &Pattern) -> Res
     };
     let table = |full| {
         let unwrapped = without_unit_axes(view, full);
-        let half = Halver::new(view, pairing).half(unwrapped)?;
-        let flat = facts.rank(unwrapped) == Some(2);
+        let mut half = Halver::new(view, pairing).half(unwrapped)?;
+        let mut flat = facts.rank(unwrapped) == Some(2);
+        if let Half::Constant(tensor) = &mut half {
+            let columns = usize::try_from(half_width).ok()?;
+            tensor.shape = vec![tensor.elements().checked_div(columns)?, columns];
+            flat = true;
+        }
         Some(Table { full, half, flat })
     };
     let (Some(cos), Some(sin)) = (table(cos), table(sin)) else {

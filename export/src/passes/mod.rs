@@ -19,6 +19,7 @@ mod fuse_rms_norm;
 mod fuse_rope;
 mod fuse_silu;
 mod fuse_swiglu;
+mod gather_all;
 mod half_table;
 mod keep_rope_f32;
 mod keep_rows;
@@ -71,6 +72,7 @@ pub const PASSES: &[&Pass] = &[
     &fuse_swiglu::PASS,
     &fuse_rope::PASS,
     &merge_slices::PASS,
+    &gather_all::PASS,
     &drop_dead::PASS,
 ];
 
@@ -115,6 +117,7 @@ pub const SEQUENCES: &[Sequence] = &[
             "fuse_swiglu",
             "fuse_rope",
             "merge_slices",
+            "gather_all",
             "drop_dead",
         ],
     },
