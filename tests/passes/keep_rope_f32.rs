@@ -38,20 +38,24 @@ fn doubles_become_f32() {
     assert_eq!(doubles.count(), 0);
 }
 
-/// 2049 is no f16; taken from before the cast it is itself.
+/// In f16 sines, and in those that are f32 already.
 #[test]
 fn angles_that_were_cast_to_f16_are_taken_from_before() {
-    let mut net = Net::new(DType::F32);
-    net.x("ids", &[5, 1])
-        .constant("frequencies", Tensor::from_f16(&[4], &noise(2, 4)))
-        .node("Cast", &["ids"], "narrow", &[("to", int(CAST_F16))])
-        .node("Mul", &["narrow", "frequencies"], "angle", &[])
-        .node("Sin", &["angle"], "table", &[])
-        .node("Cast", &["table"], "y", &[("to", int(CAST_F32))]);
-    let feeds = vec![("ids".to_owned(), tensor(DType::F32, &[5, 1], &[0.0, 1.0, 2.0, 3.0, 4.0]))];
-    let after = one(&net.model(&["y"]), "keep_rope_f32", &feeds, Bar::Relative(5e-3));
-    assert_eq!(after.applied(), 1);
-    assert_eq!(after.operators().get("Sin"), Some(&1));
+    for wide_sine in [false, true] {
+        let mut net = Net::new(DType::F32);
+        net.x("ids", &[5, 1])
+            .constant("frequencies", Tensor::from_f16(&[4], &noise(2, 4)))
+            .node("Cast", &["ids"], "narrow", &[("to", int(CAST_F16))])
+            .node("Mul", &["narrow", "frequencies"], "angle", &[])
+            .node("Cast", &["angle"], "wide", &[("to", int(CAST_F32))])
+            .node("Sin", &[if wide_sine { "wide" } else { "angle" }], "table", &[])
+            .node("Cast", &["table"], "y", &[("to", int(CAST_F32))]);
+        let feeds = vec![("ids".to_owned(), tensor(DType::F32, &[5, 1], &[0.0, 1.0, 2.0, 3.0, 4.0]))];
+        let after = one(&net.model(&["y"]), "keep_rope_f32", &feeds, Bar::Relative(5e-3));
+        assert_eq!(after.applied(), 1);
+        let casts = after.model.graph.nodes().filter(|(_, node)| node.int("to") == Some(CAST_F16)).count();
+        assert_eq!(casts, usize::from(!wide_sine), "only the sines are f16");
+    }
 }
 
 #[test]

@@ -224,20 +224,30 @@ const MAX_NODES: usize = 64;
 fn widen_angles(model: &mut Model, outcome: &mut Outcome) {
     let view = View::of(model);
     let is_angle = |node: &Node| node.is("Sin") || node.is("Cos");
-    let angles: Vec<_> = view.graph.nodes().filter(|(_, node)| is_angle(node)).collect();
     let mut found = Vec::new();
-    for (root, node) in angles {
+    for (root, node) in view.graph.nodes().filter(|(_, node)| is_angle(node)) {
         let (Some(angle), Some(output)) = (node.input(0), node.output(0)) else { continue };
-        if view.facts().dtype(angle) == Some(DType::F16) {
-            let mut nodes_left = MAX_NODES;
-            found.push((root, node.op_type.clone(), wide(&view, angle, &mut nodes_left), output));
+        let is_narrow = |value: &ValueId| view.facts().dtype(*value) == Some(DType::F16);
+        let before_cast = || view.made_by(angle, "Cast")?.1.input(0);
+        let Some(narrow) = Some(angle).filter(is_narrow).or_else(|| before_cast().filter(is_narrow)) else {
+            continue;
+        };
+        let mut nodes_left = MAX_NODES;
+        let wide = wide(&view, narrow, &mut nodes_left);
+        // An f16 value that is cast before the sine is as wide as it gets.
+        if narrow == angle || !matches!(wide, Wide::Cast(_)) {
+            found.push((root, node.op_type.clone(), wide, output, narrow == angle));
         }
     }
-    for (root, op, angle, output) in found {
+    for (root, op, angle, output, is_narrow) in found {
         let mut new = Replacement::of(&mut model.graph, root);
         let angle = write(&mut new, &angle);
-        let result = new.op(&op, &[angle], &[]);
-        new.op_into("Cast", &[result], &[("to", onnx_type(DType::F16))], output);
+        if is_narrow {
+            let result = new.op(&op, &[angle], &[]);
+            new.op_into("Cast", &[result], &[("to", onnx_type(DType::F16))], output);
+        } else {
+            new.op_into(&op, &[angle], &[], output);
+        }
         new.finish();
         outcome.applied += 1;
     }
