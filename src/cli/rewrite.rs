@@ -1,7 +1,7 @@
 //! `viaduct rewrite`
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fmt, fs,
     path::{Path, PathBuf},
     time::Instant,
@@ -143,6 +143,9 @@ fn chosen(arguments: &Arguments) -> anyhow::Result<Vec<&'static Pass>> {
     for name in &arguments.pass {
         passes.push(pass(name)?);
     }
+    // Sequences share their beginnings.
+    let mut seen = BTreeSet::new();
+    passes.retain(|pass| seen.insert(pass.name));
     if passes.is_empty() {
         let names: Vec<&str> = SEQUENCES.iter().map(|sequence| sequence.name).collect();
         let message = format!("nothing to do: --passes {} or --pass NAME (see --list)", names.join("|"));
