@@ -243,16 +243,22 @@ fn list(as_json: bool) -> String {
             .collect();
         let sequences: BTreeMap<&str, _> = SEQUENCES
             .iter()
-            .map(|sequence| (sequence.name, json!({ "what": sequence.what, "passes": sequence.passes })))
+            .map(|sequence| {
+                (
+                    sequence.name,
+                    json!({ "what": sequence.what, "after": sequence.after, "passes": sequence.passes }),
+                )
+            })
             .collect();
         return format!("{}\n", json!({ "passes": passes, "sequences": sequences }));
     }
     let mut text = "Sequences (--passes NAME):\n".to_owned();
     for sequence in SEQUENCES {
         text.push_str(&format!(
-            "  {}: {}\n      {}\n",
+            "  {}: {}\n      {}{}\n",
             sequence.name,
             sequence.what,
+            sequence.after.map_or(String::new(), |name| format!("{name}, then ")),
             sequence.passes.join(", ")
         ));
     }

@@ -56,7 +56,7 @@ fn fused_and_written_out_again_it_is_what_it_was() {
     let (model, feeds) = foreign("patterns/attention_manual", "dynamo");
     let mut fused = model.clone();
     let fuse = [pass("fuse_attention").unwrap()];
-    viaduct_export::passes::apply(&mut fused, &fuse, &Settings::default(), &mut |_| ()).unwrap();
+    viaduct_export::passes::apply(&mut fused, &fuse, &Settings::default()).unwrap();
     let both = [pass("bind_sizes").unwrap(), pass("decompose_attention").unwrap()];
     let settings = Settings { sizes: [("seq".to_owned(), 6)].into(), ..settings(2) };
     let after = passes(&fused, &both, &settings, &feeds, Bar::Relative(1e-5));

@@ -90,7 +90,7 @@ fn webgpu_models_that_torch_exports_are_the_same() {
         for form in [AttentionForm::Fused, AttentionForm::Written { slices: 1 }] {
             let settings = Settings { sizes: sizes.clone(), attention: form, ..Settings::default() };
             let mut model = original.clone();
-            let reports = apply(&mut model, &sequence("webgpu").unwrap(), &settings, &mut |_| ()).unwrap();
+            let reports = apply(&mut model, &sequence("webgpu").unwrap(), &settings).unwrap();
             for report in &reports {
                 if report.applied > 0 || !report.refused.is_empty() {
                     println!(
@@ -140,7 +140,7 @@ fn the_full_decoder_is_fused_without_its_weights() {
     let folder = PathBuf::from(std::env::var("VIADUCT_SHARED").unwrap());
     let mut model = read_graph(&folder.join("oracles/onnx-full/flux2_vae_decoder.onnx")).unwrap();
     let fused = sequence("webgpu").unwrap();
-    let reports = apply(&mut model, &fused, &Settings::default(), &mut |_| ()).unwrap();
+    let reports = apply(&mut model, &fused, &Settings::default()).unwrap();
     for report in reports {
         println!("{}: {} {:?}", report.pass.name, report.applied, report.reasons());
     }
