@@ -58,13 +58,12 @@ fn taken_whole(view: &View<'_>, node: &Node) -> Option<Vec<i64>> {
     }
     let bytes = indices.bytes.read().ok()?;
     let in_order = bytes.chunks_exact(8 * depth).enumerate().all(|(mut place, index)| {
-        let digits = index.chunks_exact(8).rev().zip(leading.iter().rev());
-        let matches = digits.map(|(digit, size)| {
+        let mut digits = index.chunks_exact(8).rev().zip(leading.iter().rev());
+        digits.all(|(digit, size)| {
             let wanted = place % size;
             place /= size;
             digit.try_into().ok().map(i64::from_le_bytes) == i64::try_from(wanted).ok()
-        });
-        matches.fold(true, |all, one| all && one)
+        })
     });
     let result = facts.fixed_shape(output).filter(|shape| !shape.contains(&0))?;
     let result: Option<Vec<i64>> = result.into_iter().map(|size| i64::try_from(size).ok()).collect();
