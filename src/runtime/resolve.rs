@@ -12,7 +12,7 @@ use viaduct_export::{
     onnx::{Bytes, MappedFile, Model, model_bytes},
 };
 
-use super::{Runtime, RuntimeError, Stage, StageModel};
+use super::{CpuNodes, Runtime, RuntimeError, Stage, StageModel};
 
 impl Runtime {
     /// [`Runtime::open`] for a model whose weights stay in the files that it was read from.
@@ -21,6 +21,7 @@ impl Runtime {
         name: &str,
         mut model: Model,
         cache: BufferCache,
+        cpu_nodes: CpuNodes,
     ) -> Result<Stage<'_>, RuntimeError> {
         let failed = |reason: String| RuntimeError::Open { stage: name.to_owned(), reason };
         resolve_links(&mut model).map_err(|e| failed(e.to_string()))?;
@@ -29,7 +30,7 @@ impl Runtime {
         let folder = model.folder.take().unwrap_or_else(|| PathBuf::from("."));
         // Maps of the weights; ONNX Runtime makes its own.
         drop(model);
-        self.open(StageModel { name, bytes, folder: &folder, cache })
+        self.open(StageModel { name, bytes, folder: &folder, cache, cpu_nodes })
     }
 }
 

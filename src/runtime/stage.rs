@@ -34,6 +34,17 @@ pub struct StageModel<'m> {
     pub folder: &'m Path,
     /// What the WebGPU provider does with buffers that are free again.
     pub cache: BufferCache,
+    pub cpu_nodes: CpuNodes,
+}
+
+/// Whether the WebGPU provider may leave nodes to the CPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CpuNodes {
+    /// Such a node is an error: graphs that are made here need none.
+    #[default]
+    Refused,
+    /// Graphs that others exported hold some.
+    Allowed,
 }
 
 /// An input or output of a stage.
@@ -72,7 +83,8 @@ pub struct Stage<'r> {
 }
 
 impl Runtime {
-    /// Makes a session of the model on the runtime's device. With WebGPU, a node that would run on the CPU is an error.
+    /// Makes a session of the model on the runtime's device. With WebGPU, a node that would run on the CPU is an error unless
+    /// the model allows it.
     pub fn open(&mut self, model: StageModel<'_>) -> Result<Stage<'_>, RuntimeError> {
         let start = Instant::now();
         let stage = model.name;
@@ -82,7 +94,8 @@ impl Runtime {
             |e: ort::Error| RuntimeError::Open { stage: stage.to_owned(), reason: e.message().to_owned() };
         // ONNX Runtime's own option against CPU nodes does not say which they are.
         let assignment = assignment::read(&session).map_err(failed)?;
-        if self.device.provider == Provider::WebGpu && !assignment.on_cpu.is_empty() {
+        let refused = self.device.provider == Provider::WebGpu && model.cpu_nodes == CpuNodes::Refused;
+        if refused && !assignment.on_cpu.is_empty() {
             return Err(RuntimeError::CpuNodes { stage: stage.to_owned(), nodes: assignment.on_cpu });
         }
         let info =

@@ -3,7 +3,7 @@
 use super::{Bundle, BundleError, Outline};
 use crate::{
     arch::{Architecture, SizesError, SizesRequest, architecture},
-    onnx::{Model, read_model},
+    onnx::Model,
     shapes::Sizes,
 };
 
@@ -61,9 +61,8 @@ impl Stages for Bundle {
         self.manifest.stages.iter().map(|stage| stage.name.as_str()).collect()
     }
 
-    /// Reads the graph; weights stay in the bundle's files.
     fn model(&self, stage: &str) -> Result<Model, BundleError> {
-        Ok(read_model(&self.path(&self.stage(stage)?.graph)?).map_err(Box::new)?)
+        Bundle::model(self, stage)
     }
 }
 
