@@ -152,12 +152,12 @@ fn a_legacy_bundle_draws_on_webgpu() {
 }
 
 #[test]
-fn what_a_reexport_gains_is_said() {
+fn what_reexport_gains_is_said() {
     let checkpoint = Checkpoint::of_fixture(FIXTURE);
     let Some(bundle) = legacy(&checkpoint, &["--weights", "q4"]) else { return };
     let report = inspect(&bundle);
     assert_eq!(report["profile"], "q4");
-    let gains = report["a_reexport_gains"].as_array().unwrap();
+    let gains = report["reexport_gains"].as_array().unwrap();
     let found = |stage: &str, what: &str| {
         let gain = gains
             .iter()
@@ -173,7 +173,7 @@ fn what_a_reexport_gains_is_said() {
     found("transformer", "Shape nodes");
     // Nobody else's bundle is told what to do.
     let own = inspect(&checkpoint.export("q4", &[]));
-    assert!(own.get("a_reexport_gains").is_none(), "{own}");
+    assert!(own.get("reexport_gains").is_none(), "{own}");
 }
 
 /// A bundle assembled from the fixture's graphs.
@@ -312,13 +312,17 @@ fn hostile_configs_are_refused() {
         (
             "another text length",
             |c| c["text_seq_len"] = json!(512),
-            &["text_seq_len: 512, but the graph has 40"],
+            &["text_seq_len: 512, but the graphs have 40"],
         ),
-        ("channels", |c| c["latent_channels"] = json!(128), &["latent_channels: 128, but the graph has 16"]),
+        (
+            "channels",
+            |c| c["latent_channels"] = json!(128),
+            &["latent_channels: 128, but the graphs have 16"],
+        ),
         (
             "chunk",
             |c| c["models"]["vae_decoder_attn_chunk"]["chunk_size"] = json!(64),
-            &["chunk_size: 64, but the graph has 1024"],
+            &["chunk_size: 64, but the graphs have 1024"],
         ),
         ("width", |c| c["default_width"] = json!(u64::MAX), &["default_width"]),
         ("clip", |c| c["context_clip"] = json!(-1.0), &["context_clip: -1"]),

@@ -10,7 +10,7 @@ use anyhow::Context;
 use clap::Args;
 use serde_json::{Value, json};
 use viaduct_export::{
-    bundle::{Bundle, PortDim, gains},
+    bundle::{Bundle, PortDim, Stages, gains},
     files::read_limited,
     onnx::{Graph, read_model},
 };
@@ -84,7 +84,7 @@ fn bundle(path: &Path, hashes: bool) -> anyhow::Result<Value> {
         "hashes": hashed, "parameters": manifest.parameters, "stages": stages,
     });
     if bundle.is_imported() {
-        report["a_reexport_gains"] = serde_json::to_value(gains(&bundle)?)?;
+        report["reexport_gains"] = serde_json::to_value(gains(&bundle)?)?;
     }
     Ok(report)
 }

@@ -66,6 +66,8 @@ pub struct PlannedStage {
     pub largest: Option<TensorUse>,
     /// Whether every tensor's size is known; where not, the prediction is too small.
     pub complete: bool,
+    /// A node that cannot run at these sizes: graphs that others traced at one size may hold it in places.
+    pub contradiction: Option<String>,
 }
 
 /// How all stages are set, and what they take.
@@ -217,12 +219,13 @@ fn plan_stage(
     let mut best: Option<PlannedStage> = None;
     for settings in Settings::all() {
         let mut model = graph.clone();
-        let (_, memory, _) = analyse_stage(&mut model, &sizes(&settings), device, &settings);
+        let (_, memory, shapes) = analyse_stage(&mut model, &sizes(&settings), device, &settings);
         let planned = PlannedStage {
             name: name.clone(),
             settings,
             predicted: memory.predicted,
             complete: memory.unknown.is_empty(),
+            contradiction: shapes.conflicts.into_iter().next().map(|conflict| conflict.to_string()),
             largest: memory.largest.into_iter().next(),
         };
         if budget.holds(planned.predicted) {
@@ -268,6 +271,7 @@ mod tests {
             predicted: Predicted { device, host },
             largest: None,
             complete: true,
+            contradiction: None,
         };
         let budget = Budget { unified: false, host: 5, device: 10, total: 15 };
         let stages = vec![stage("transformer", 9, 1), stage("vae", 2, 6)];

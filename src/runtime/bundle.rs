@@ -1,7 +1,7 @@
 //! Opens a stage of a bundle: reads its graph, fits it to the device, makes the session.
 
 use viaduct_export::{
-    bundle::{Bundle, BundleError},
+    bundle::{Bundle, BundleError, Stages},
     memory::BufferCache,
     onnx::{DType, Value, ValueType},
     shapes::Sizes,
@@ -55,7 +55,7 @@ impl Runtime {
         lower_within(&mut model, &self.device().profile(), binding.sizes, &exposed, binding.score_limit)
             .map_err(unfit)?;
         let cpu_nodes = if bundle.is_imported() { CpuNodes::Allowed } else { CpuNodes::Refused };
-        self.open_model(name, model, binding.cache, cpu_nodes)
+        self.open_model_with(name, model, binding.cache, cpu_nodes)
     }
 }
 

@@ -19,6 +19,16 @@ impl Runtime {
     pub fn open_model(
         &mut self,
         name: &str,
+        model: Model,
+        cache: BufferCache,
+    ) -> Result<Stage<'_>, RuntimeError> {
+        self.open_model_with(name, model, cache, CpuNodes::Refused)
+    }
+
+    /// [`Runtime::open_model`] that may leave nodes to the CPU.
+    pub(super) fn open_model_with(
+        &mut self,
+        name: &str,
         mut model: Model,
         cache: BufferCache,
         cpu_nodes: CpuNodes,

@@ -102,7 +102,7 @@ fn slow_blocks(looked: &Looked<'_>) -> Vec<(String, String)> {
             _ => "the block keeps them",
         };
         let gain = format!(
-            "{reason} from WebGPU's cooperative-matrix and DP4A kernels; with block 32 and accuracy_level 4, {fitting} of {count} reach them (K a multiple of 128, N of 16); docs/performance.md has figures"
+            "{reason} from WebGPU's cooperative-matrix and DP4A kernels; with block 32 and accuracy_level 4, {fitting} of {count} reach them (K a multiple of 128, N of 16)"
         );
         (found, gain)
     });

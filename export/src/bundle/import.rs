@@ -60,11 +60,14 @@ pub fn import(
     target.check(&files.chain([request.tokenizer]).collect::<Vec<_>>())?;
     let mut graphs = Vec::new();
     for (role, model) in components(request.graphs)? {
-        graphs.extend(rewritten(role, model)?);
+        for (role, mut model) in rewritten(role, model)? {
+            adapt(&mut model, role, &[]).map_err(|e| ExportError::Incomplete(Box::new(e)))?;
+            graphs.push((role, model));
+        }
     }
     let settings = settings(&recipe, request.tokenizer)?;
     let described: Vec<_> = graphs.iter().map(|(role, model)| (*role, model)).collect();
-    let parameters = describe(&described, &settings).map_err(ExportError::Incomplete)?;
+    let parameters = describe(&described, &settings).map_err(|e| ExportError::Incomplete(Box::new(e)))?;
     let profile = profile_of(graphs.iter().map(|(_, model)| model)).to_owned();
     let stages: Vec<_> = graphs
         .into_iter()
@@ -117,7 +120,7 @@ fn components(graphs: &[(Option<Role>, PathBuf)]) -> Result<Vec<(Role, Model)>, 
             return Err(ExportError::PartTwice { role, first, second });
         }
         adapt(&mut model, role, &[])
-            .map_err(|source| ExportError::Contract { path: path.clone(), source })?;
+            .map_err(|e| ExportError::Contract { path: path.clone(), source: Box::new(e) })?;
         found.push((role, model, path));
     }
     let mut take = |role: Role| {

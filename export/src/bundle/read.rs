@@ -51,7 +51,7 @@ pub enum BundleError {
     #[error(transparent)]
     Legacy(Box<LegacyError>),
     #[error("{}: {source}", path.display())]
-    Contract { path: PathBuf, source: ContractError },
+    Contract { path: PathBuf, source: Box<ContractError> },
     #[error("{}: a bundle in this layout states no hashes, so there is nothing to compare", path.display())]
     NoHashes { path: PathBuf },
     #[error("{}: parameters of family '{family}': {source}", path.display())]
@@ -125,14 +125,10 @@ impl Bundle {
         let path = self.path(&self.stage(stage)?.graph)?;
         let mut model = read_model(&path).map_err(Box::new)?;
         if let Some(Adapter { role, names }) = self.adapters.get(stage) {
-            adapt(&mut model, *role, names).map_err(|source| BundleError::Contract { path, source })?;
+            let broken = |e| BundleError::Contract { path, source: Box::new(e) };
+            adapt(&mut model, *role, names).map_err(broken)?;
         }
         Ok(model)
-    }
-
-    /// Whether others exported the graphs: such graphs may hold nodes that no GPU runs.
-    pub fn is_imported(&self) -> bool {
-        self.manifest.parameters.get("graphs").is_some()
     }
 
     /// The family's parameters, as `read` finds them in the manifest.

@@ -19,6 +19,11 @@ pub trait Stages {
     /// What the family's pipeline needs to know.
     fn family_parameters(&self) -> &serde_json::Value;
 
+    /// Whether others exported the graphs: they may hold nodes that no GPU runs, and what holds at one size alone.
+    fn is_imported(&self) -> bool {
+        self.family_parameters().get("graphs").is_some()
+    }
+
     /// Names in the order in which the stages run.
     fn stage_names(&self) -> Vec<&str>;
 

@@ -56,9 +56,9 @@ pub enum ExportError {
     #[error(transparent)]
     Graph(Box<ReadError>),
     #[error("{}: {source}", path.display())]
-    Contract { path: PathBuf, source: ContractError },
+    Contract { path: PathBuf, source: Box<ContractError> },
     #[error("the graphs do not make a model: {0}")]
-    Incomplete(ContractError),
+    Incomplete(Box<ContractError>),
     #[error(
         "{}: its inputs ({inputs}) are those of no text encoder, transformer or image decoder; say which it is, for example --transformer {}",
         path.display(), path.display()

@@ -12,7 +12,7 @@ use std::{collections::BTreeMap, path::PathBuf, time::Instant};
 
 use viaduct_export::{
     arch::flux2::form::Form,
-    bundle::{Bundle, BundleError, MANIFEST},
+    bundle::{Bundle, BundleError, MANIFEST, Stages},
     shapes::Sizes,
 };
 

@@ -203,7 +203,12 @@ fn describe_decoder(decoder: &[RoleGraph<'_>], settings: &Settings) -> Result<Va
             attention = Some(describe_attention(decoder[0].1, model, settings)?);
             continue;
         }
-        if let Role::DecoderEnd { .. } = role {
+        if let Role::DecoderEnd { index, .. } = role {
+            let (before, input) = match index {
+                0 => (decoder[0].1, MIDDLE.to_owned()),
+                _ => (decoder[position - 1].1, Role::DecoderEnd { index: index - 1, last: false }.stage()),
+            };
+            agree(*role, "channels", &[(&before.graph, &input, 1), (&model.graph, &input, 1)])?;
             post_stages.push(PostStage { name: role.stage(), input_scale: scale });
         }
         let output = if *role == Role::DecoderStart {
