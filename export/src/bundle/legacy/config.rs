@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::{LegacyError, value};
 use crate::{
     arch::flux2::imported::{
-        Imported, Settings,
+        Imported, MAX_ATTENTION_ROWS, Settings,
         contract::{Role, fixed_size},
     },
     onnx::Model,
@@ -112,7 +112,7 @@ pub(super) fn settings(config: &Config, pad_id: i64, path: &Path) -> Result<Sett
     let [width, height] = settings.default_size;
     for (key, number, most) in [
         ("text_seq_len", settings.text_length, 1 << 13),
-        ("models.vae_decoder_attn_chunk.chunk_size", settings.attention_rows, 1 << 24),
+        ("models.vae_decoder_attn_chunk.chunk_size", settings.attention_rows, MAX_ATTENTION_ROWS),
         ("default_width", width, 1 << 14),
         ("default_height", height, 1 << 14),
         ("latent_downsample", settings.pixels_per_token, 1 << 10),

@@ -371,3 +371,87 @@ pub fn fixed_size(graph: &Graph, name: &str, axis: usize) -> Option<usize> {
         Dim::Symbol(_) | Dim::Unknown => None,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::onnx::Builder;
+
+    /// A decoder with a batch, an element type and names of its own.
+    fn decoder(names: [&str; 2], dtype: DType, batch: Dim) -> Model {
+        let mut b = Builder::new("decoder");
+        let open = |name: &str| Dim::Symbol(name.to_owned());
+        let dims = [batch.clone(), Dim::Fixed(12), open("height"), open("width")];
+        let z = b.input(names[0], dtype, &dims);
+        let x = b.op("Relu", &[z], &[]);
+        b.record_shape(x, &dims);
+        let y = b.op("Relu", &[x], &[]);
+        b.output(y, names[1], &[batch, Dim::Fixed(3), open("height"), open("width")]);
+        b.finish()
+    }
+
+    fn names(graph: &Graph) -> [String; 2] {
+        [graph.inputs[0], graph.outputs[0]].map(|id| graph[id].name.clone())
+    }
+
+    #[test]
+    fn ports_get_our_names_and_symbols_and_keep_them() {
+        let mut model = decoder(["z", "image"], DType::F16, Dim::Symbol("batch".to_owned()));
+        assert_eq!(Role::recognise(&model.graph), Some(Role::Decoder));
+        for _ in 0..2 {
+            adapt(&mut model, Role::Decoder, &[]).unwrap();
+            model.graph.validate().unwrap();
+            assert_eq!(names(&model.graph), ["latents", "image_raw"]);
+            let Some(ValueType::Tensor { shape: Some(shape), .. }) = &model.graph[model.graph.inputs[0]].ty
+            else {
+                panic!("no shape")
+            };
+            let open = |name: &str| Dim::Symbol(name.to_owned());
+            assert_eq!(*shape, [Dim::Fixed(1), Dim::Fixed(12), open("latent_height"), open("latent_width")]);
+        }
+        // Inside, "height" would be the latents' and the picture's at once.
+        let inner = model.graph.find("Relu_1").unwrap();
+        let Some(ValueType::Tensor { shape: Some(shape), .. }) = &model.graph[inner].ty else {
+            panic!("no shape")
+        };
+        assert_eq!(shape[2..], [Dim::Unknown, Dim::Unknown]);
+    }
+
+    #[test]
+    fn a_value_that_has_our_name_already_gives_way() {
+        let mut model = decoder(["z", "latents"], DType::F32, Dim::Fixed(1));
+        let theirs = [("image_raw".to_owned(), "latents".to_owned())];
+        adapt(&mut model, Role::Decoder, &theirs).unwrap();
+        model.graph.validate().unwrap();
+        assert_eq!(names(&model.graph), ["latents", "image_raw"]);
+    }
+
+    #[test]
+    fn broken_contracts_are_told() {
+        let told = |names, dtype, batch, role| {
+            let mut model = decoder(names, dtype, batch);
+            adapt(&mut model, role, &[]).unwrap_err().to_string()
+        };
+        let own = ["z", "image"];
+        for (found, expected) in [
+            (
+                told(["zz", "image"], DType::F32, Dim::Fixed(1), Role::Decoder),
+                "image decoder: no input 'latents' (or 'z', 'packed_latent'); the graph has 'zz'",
+            ),
+            (
+                told(own, DType::F64, Dim::Fixed(1), Role::Decoder),
+                "image decoder: 'z' is f64, but f32 or f16 is expected",
+            ),
+            (
+                told(own, DType::F32, Dim::Fixed(2), Role::Decoder),
+                "image decoder: 'z' is 2 on axis 0, but 1 (no batch) is expected",
+            ),
+            (
+                told(own, DType::F32, Dim::Fixed(1), Role::TextEncoder),
+                "text encoder: no input 'input_ids'; the graph has 'z'",
+            ),
+        ] {
+            assert_eq!(found, expected);
+        }
+    }
+}

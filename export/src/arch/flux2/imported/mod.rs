@@ -148,7 +148,11 @@ pub fn describe(graphs: &[RoleGraph<'_>], settings: &Settings) -> Result<Importe
         zero_padding: settings.zero_padding,
     };
     let schedule = Schedule { steps: settings.steps };
-    Ok(Imported { graphs: Origin::Imported, text, transformer: Transformer { channels }, vae, schedule })
+    let transformer = Transformer { channels };
+    let imported = Imported { graphs: Origin::Imported, text, transformer, vae, schedule };
+    let wrong = |problem| ContractError::Unclear { role: Role::Transformer, problem };
+    imported.check().map_err(wrong)?;
+    Ok(imported)
 }
 
 /// The one size that graphs fix for the same thing, if they do: each a graph, a port, an axis.
@@ -260,6 +264,8 @@ fn output_scale(graph: &Graph, shapes: &Shapes, name: &str) -> Option<usize> {
     (whole && (1..=MAX_SCALE).contains(&scale)).then_some(scale)
 }
 
+/// The most query rows per run of the attention: the host fills up a chunk to as many.
+pub const MAX_ATTENTION_ROWS: usize = 1 << 16;
 /// The most pixels per latent token.
 const MAX_SCALE: usize = 1 << 10;
 
@@ -299,7 +305,7 @@ impl Imported {
             ("vae.pixels_per_token", vae.pixels_per_token, MAX_SCALE),
             ("the width of vae.default_size", width, 1 << 14),
             ("the height of vae.default_size", height, 1 << 14),
-            ("vae.attention.rows", vae.attention.as_ref().map_or(1, |a| a.rows), 1 << 24),
+            ("vae.attention.rows", vae.attention.as_ref().map_or(1, |a| a.rows), MAX_ATTENTION_ROWS),
             ("schedule.steps", schedule.steps, MAX_STEPS),
         ];
         if let Some((key, value, most)) = numbers.iter().find(|(_, value, most)| *value == 0 || value > most)

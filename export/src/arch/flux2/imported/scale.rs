@@ -126,3 +126,108 @@ impl<'a> Looked<'a> {
         Ok(product)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::onnx::{Attribute, Builder, DType, Dim};
+
+    const D: usize = 16;
+
+    fn rows(columns: bool) -> [Dim; 4] {
+        let (rows, d) = (Dim::Symbol("kv_rows".to_owned()), Dim::Fixed(D));
+        let [a, b] = if columns { [d, rows] } else { [rows, d] };
+        [Dim::Fixed(1), Dim::Fixed(1), a, b]
+    }
+
+    /// A first stage that multiplies q and kt.
+    fn start(q_factor: Option<f32>, k_factor: Option<f32>) -> Model {
+        let mut b = Builder::new("start");
+        for (name, columns, factor) in [("q", false, q_factor), ("kt", true, k_factor)] {
+            let mut x = b.input(&format!("{name}_in"), DType::F32, &rows(columns));
+            x = b.op("Relu", &[x], &[]);
+            if let Some(factor) = factor {
+                let factor = b.scalar(DType::F32, factor);
+                x = b.mul(factor, x);
+            }
+            let x = b.op("Identity", &[x], &[]);
+            b.output(x, name, &rows(columns));
+        }
+        b.finish()
+    }
+
+    /// The attention with an operation on its scores.
+    fn attention(on_scores: Option<(&str, f32)>) -> Model {
+        let mut b = Builder::new("attention");
+        let q = b.input("q_chunk", DType::F32, &rows(false));
+        let kt = b.input("kt", DType::F32, &rows(true));
+        let mut scores = b.matmul(q, kt);
+        if let Some((op, number)) = on_scores {
+            let number = b.scalar(DType::F32, number);
+            scores = b.op(op, &[scores, number], &[]);
+        }
+        let y = b.op("Softmax", &[scores], &[("axis", Attribute::Int(-1))]);
+        b.output(y, "attn_chunk", &rows(false));
+        b.finish()
+    }
+
+    fn factor(start: &Model, attention: &Model) -> Result<f32, String> {
+        host_factor(start, attention, &Sizes::from([("kv_rows".to_owned(), 6)]), D)
+    }
+
+    #[test]
+    fn the_factor_is_found_wherever_it_is() {
+        let (half, whole) = (Some(0.5), Some(0.25));
+        for (start, attention) in [
+            (start(half, half), attention(None)),
+            (start(whole, None), attention(None)),
+            (start(None, whole), attention(None)),
+            (start(None, None), attention(Some(("Mul", 0.25)))),
+            (start(None, None), attention(Some(("Div", 4.0)))),
+            // Rounded to f16 on the way.
+            (start(Some(0.2502), None), attention(None)),
+        ] {
+            assert_eq!(factor(&start, &attention), Ok(1.0));
+        }
+        assert_eq!(factor(&start(None, None), &attention(None)), Ok(0.25));
+    }
+
+    #[test]
+    fn other_factors_are_refused() {
+        for (start, attention) in [
+            (start(Some(0.5), Some(0.5)), attention(Some(("Mul", 0.25)))),
+            (start(Some(0.5), None), attention(None)),
+            (start(Some(0.3), Some(0.3)), attention(None)),
+        ] {
+            let problem = factor(&start, &attention).unwrap_err();
+            assert!(problem.contains("0.250000 (1/sqrt(16)) or 1 is expected"), "{problem}");
+        }
+        assert!(factor(&start(Some(0.0), None), &attention(None)).unwrap_err().contains("no factor"));
+    }
+
+    #[test]
+    fn a_factor_that_the_run_decides_is_refused() {
+        let mut b = Builder::new("start");
+        let given = b.input("scale", DType::F32, &[Dim::Fixed(1)]);
+        for (name, columns) in [("q", false), ("kt", true)] {
+            let x = b.input(&format!("{name}_in"), DType::F32, &rows(columns));
+            let x = b.mul(x, given);
+            b.output(x, name, &rows(columns));
+        }
+        let problem = factor(&b.finish(), &attention(None)).unwrap_err();
+        assert_eq!(problem, "what 'scale' holds is not known before the run");
+    }
+
+    #[test]
+    fn scores_of_something_else_are_refused() {
+        let mut b = Builder::new("attention");
+        let q = b.input("q_chunk", DType::F32, &rows(false));
+        let kt = b.input("kt", DType::F32, &rows(true));
+        let shifted = b.add(q, q);
+        let scores = b.matmul(shifted, kt);
+        let y = b.op("Softmax", &[scores], &[("axis", Attribute::Int(-1))]);
+        b.output(y, "attn_chunk", &rows(false));
+        let problem = factor(&start(None, None), &b.finish()).unwrap_err();
+        assert!(problem.contains("not the product of q_chunk and kt"), "{problem}");
+    }
+}
