@@ -1,6 +1,6 @@
 //! The image decoder: stages that the host drives one after the other, its middle attention a chunk of rows at a time.
 
-use viaduct_export::{arch::flux2::form::ChunkedAttention, bundle::PortDim};
+use viaduct_export::arch::flux2::form::ChunkedAttention;
 
 use super::{Flux2, Flux2Error, misshapen, shaped};
 use crate::{
@@ -170,9 +170,9 @@ impl Flux2<'_> {
         let matrix = |rows, columns| [vec![1; rank - 2], vec![rows, columns]].concat();
         stage.bind("kt", &kt.reshaped(&matrix(channels, rows)))?;
         stage.bind("v", &v.reshaped(&matrix(rows, channels)))?;
-        let chunk = match stage.input("q_chunk").and_then(|port| port.dims.get(rank - 2)) {
-            Some(PortDim::Fixed(rows)) => *rows,
-            _ => sizes.get("chunk_rows").copied().unwrap_or(rows),
+        let chunk = match sizes.get("chunk_rows") {
+            Some(planned) if !attention.fixed => *planned,
+            _ => attention.rows,
         };
         let mut queries = q.into_f32();
         if attention.q_factor != 1.0 {
@@ -182,7 +182,7 @@ impl Flux2<'_> {
         for part in queries.chunks(chunk.max(1) * channels) {
             let mut part = part.to_vec();
             let own = part.len();
-            if attention.fixed_rows {
+            if attention.fixed {
                 part.resize(chunk * channels, 0.0);
             }
             let part = HostTensor::f32(&matrix(part.len() / channels, channels), part);

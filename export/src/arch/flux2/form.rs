@@ -25,8 +25,10 @@ pub struct DecoderChain {
 /// The decoder's middle attention, a chunk of query rows at a time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ChunkedAttention {
-    /// Whether every chunk must have the same number of rows.
-    pub fixed_rows: bool,
+    /// Query rows per run, where the plan does not ask for fewer.
+    pub rows: usize,
+    /// Whether every chunk must have that many.
+    pub fixed: bool,
     /// What the host multiplies the queries with.
     pub q_factor: f32,
 }
@@ -116,12 +118,17 @@ impl Form {
         const WHOLE: [&str; 2] = ["vae_decoder", "image_raw"];
         let in_stages = |attention| DecoderChain { first: IN_STAGES, attention };
         match self {
-            Form::Authored(parameters) => in_stages(
-                parameters.vae.attention_rows.map(|_| ChunkedAttention { fixed_rows: false, q_factor: 1.0 }),
-            ),
+            Form::Authored(parameters) => {
+                in_stages(parameters.vae.attention_rows.map(|rows| ChunkedAttention {
+                    rows,
+                    fixed: false,
+                    q_factor: 1.0,
+                }))
+            }
             Form::Imported(parameters) => match &parameters.vae.attention {
                 Some(attention) => in_stages(Some(ChunkedAttention {
-                    fixed_rows: attention.fixed,
+                    rows: attention.rows,
+                    fixed: attention.fixed,
                     q_factor: attention.q_factor,
                 })),
                 None => DecoderChain { first: WHOLE, attention: None },
