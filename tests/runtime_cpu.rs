@@ -30,13 +30,7 @@ fn matmul() -> Vec<u8> {
 
 fn open(runtime: &mut Runtime) -> Stage<'_> {
     runtime
-        .open(StageModel {
-            name: "toy",
-            bytes: matmul(),
-            folder: Path::new("."),
-            cache: Default::default(),
-            cpu_nodes: Default::default(),
-        })
+        .open(StageModel { name: "toy", bytes: matmul(), folder: Path::new("."), cache: Default::default() })
         .unwrap()
 }
 
@@ -103,7 +97,6 @@ fn a_broken_model_names_its_stage() {
             bytes: vec![1, 2, 3],
             folder: Path::new("."),
             cache: Default::default(),
-            cpu_nodes: Default::default(),
         })
         .err()
         .unwrap();

@@ -39,13 +39,7 @@ fn probe() {
     let opsets = vec![(String::new(), 23)];
     let bytes = model_bytes(&Model { graph, ir_version: 11, opsets, ..Model::default() }).unwrap();
     let mut stage = runtime
-        .open(StageModel {
-            name: "toy",
-            bytes,
-            folder: Path::new("."),
-            cache: Default::default(),
-            cpu_nodes: Default::default(),
-        })
+        .open(StageModel { name: "toy", bytes, folder: Path::new("."), cache: Default::default() })
         .unwrap();
     let y = stage.run(&[("x", &HostTensor::f32(&[2], vec![1.0, 2.0]))], &["y"]).unwrap();
     println!("ran {:?}", y[0].to_f32());

@@ -53,13 +53,7 @@ fn webgpu_refuses_nodes_on_the_cpu() {
     let bytes = model_bytes(&net.model(&["y"])).unwrap();
     let error = gpu
         .runtime
-        .open(StageModel {
-            name: "toy",
-            bytes,
-            folder: Path::new("."),
-            cache: Default::default(),
-            cpu_nodes: Default::default(),
-        })
+        .open(StageModel { name: "toy", bytes, folder: Path::new("."), cache: Default::default() })
         .err()
         .unwrap();
     assert!(matches!(&error, RuntimeError::CpuNodes { nodes, .. } if nodes == &["Sin Sin_y"]), "{error}");
@@ -148,7 +142,6 @@ fn webgpu_sessions_come_and_go() {
                 bytes: bytes.clone(),
                 folder: Path::new("."),
                 cache: Default::default(),
-                cpu_nodes: Default::default(),
             };
             let mut stage = gpu.runtime.open(model).unwrap();
             stage.bind("x", &x).unwrap();

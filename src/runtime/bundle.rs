@@ -7,7 +7,7 @@ use viaduct_export::{
     shapes::Sizes,
 };
 
-use super::{CpuNodes, Runtime, RuntimeError, SCORE_LIMIT, Stage, lower::lower_within};
+use super::{Runtime, RuntimeError, SCORE_LIMIT, Stage, lower::lower_within, stage::CpuNodes};
 
 /// How a stage is to be opened.
 pub struct Binding<'a> {

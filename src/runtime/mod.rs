@@ -28,7 +28,7 @@ pub use executor::{Executor, Session};
 pub use exit::{exit, make_file_limits_errors};
 pub use lower::{Attention, LowerError, Lowered, SCORE_LIMIT, lower, lower_within};
 pub use selftest::attention_self_test;
-pub use stage::{CpuNodes, Stage, StageModel, TensorInfo};
+pub use stage::{Stage, StageModel, TensorInfo};
 pub use vulkan::{Adapter, adapters};
 pub use watchdog::{Guard, StagePeak, Stopped, Watchdog, volunteer_for_oom_killer};
 pub use worker::{Workers, serve};

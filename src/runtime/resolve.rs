@@ -12,7 +12,7 @@ use viaduct_export::{
     onnx::{Bytes, MappedFile, Model, model_bytes},
 };
 
-use super::{CpuNodes, Runtime, RuntimeError, Stage, StageModel};
+use super::{Runtime, RuntimeError, Stage, StageModel, stage::CpuNodes};
 
 impl Runtime {
     /// [`Runtime::open`] for a model whose weights stay in the files that it was read from.
@@ -40,7 +40,7 @@ impl Runtime {
         let folder = model.folder.take().unwrap_or_else(|| PathBuf::from("."));
         // Maps of the weights; ONNX Runtime makes its own.
         drop(model);
-        self.open(StageModel { name, bytes, folder: &folder, cache, cpu_nodes })
+        self.open_with(StageModel { name, bytes, folder: &folder, cache }, cpu_nodes)
     }
 }
 

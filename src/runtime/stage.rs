@@ -34,14 +34,12 @@ pub struct StageModel<'m> {
     pub folder: &'m Path,
     /// What the WebGPU provider does with buffers that are free again.
     pub cache: BufferCache,
-    pub cpu_nodes: CpuNodes,
 }
 
 /// Whether the WebGPU provider may leave nodes to the CPU.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum CpuNodes {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum CpuNodes {
     /// Such a node is an error: graphs that are made here need none.
-    #[default]
     Refused,
     /// Graphs that others exported hold some.
     Allowed,
@@ -83,9 +81,17 @@ pub struct Stage<'r> {
 }
 
 impl Runtime {
-    /// Makes a session of the model on the runtime's device. With WebGPU, a node that would run on the CPU is an error unless
-    /// the model allows it.
+    /// Makes a session of the model on the runtime's device. With WebGPU, a node that would run on the CPU is an error.
     pub fn open(&mut self, model: StageModel<'_>) -> Result<Stage<'_>, RuntimeError> {
+        self.open_with(model, CpuNodes::Refused)
+    }
+
+    /// [`Runtime::open`] that may leave nodes to the CPU.
+    pub(super) fn open_with(
+        &mut self,
+        model: StageModel<'_>,
+        cpu_nodes: CpuNodes,
+    ) -> Result<Stage<'_>, RuntimeError> {
         let start = Instant::now();
         let stage = model.name;
         let session = self.session(&model).map_err(|reason| self.open_error(stage, reason))?;
@@ -94,7 +100,7 @@ impl Runtime {
             |e: ort::Error| RuntimeError::Open { stage: stage.to_owned(), reason: e.message().to_owned() };
         // ONNX Runtime's own option against CPU nodes does not say which they are.
         let assignment = assignment::read(&session).map_err(failed)?;
-        let refused = self.device.provider == Provider::WebGpu && model.cpu_nodes == CpuNodes::Refused;
+        let refused = self.device.provider == Provider::WebGpu && cpu_nodes == CpuNodes::Refused;
         if refused && !assignment.on_cpu.is_empty() {
             return Err(RuntimeError::CpuNodes { stage: stage.to_owned(), nodes: assignment.on_cpu });
         }

@@ -135,7 +135,6 @@ pub fn run(
         bytes,
         folder: Path::new("."),
         cache: Default::default(),
-        cpu_nodes: Default::default(),
     })?;
     let inputs: Vec<(&str, &HostTensor)> = feeds.iter().map(|(n, t)| (n.as_str(), t)).collect();
     stage.run(&inputs, outputs)

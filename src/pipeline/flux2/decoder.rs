@@ -133,7 +133,9 @@ impl Flux2<'_> {
             run.watch.boundary(name, tensor);
         }
         let x = run.watch.boundary(state, tensors.remove(0));
-        check_finite(first, None, &x)?;
+        for tensor in [&x].into_iter().chain(&tensors) {
+            check_finite(first, None, tensor)?;
+        }
         let kept = [(state, &x)].into_iter().chain(ATTENTION_INPUTS.into_iter().zip(&tensors));
         run.keep(&kept.collect::<Vec<_>>(), &[]);
         let attended = match (chain.attention, <[HostTensor; 3]>::try_from(tensors)) {
@@ -174,7 +176,7 @@ impl Flux2<'_> {
             Some(planned) if !attention.fixed => *planned,
             _ => attention.rows,
         };
-        let mut queries = q.into_f32();
+        let mut queries = q.to_f32();
         if attention.q_factor != 1.0 {
             queries.iter_mut().for_each(|x| *x *= attention.q_factor);
         }
@@ -188,10 +190,11 @@ impl Flux2<'_> {
             let part = HostTensor::f32(&matrix(part.len() / channels, channels), part);
             let result = stage.run(&[("q_chunk", &part)], &["attn_chunk"])?.remove(0);
             attended
-                .extend_from_slice(&shaped(ATTENTION, "attn_chunk", result, &part.shape)?.into_f32()[..own]);
+                .extend_from_slice(&shaped(ATTENTION, "attn_chunk", result, &part.shape)?.to_f32()[..own]);
         }
         stage.close(run.plan, &mut run.watch)?;
         let attended = HostTensor::f32(&shape, attended);
+        check_finite(ATTENTION, None, &attended)?;
         run.keep(&[(ATTENTION, &attended)], &[state]);
         Ok(attended)
     }

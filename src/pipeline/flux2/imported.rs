@@ -62,8 +62,7 @@ impl Imported {
         if text.clip == 0.0 && !text.zero_padding {
             return embeds;
         }
-        let shape = embeds.shape.clone();
-        let mut values = embeds.into_f32();
+        let mut values = embeds.to_f32();
         if text.clip > 0.0 {
             values.iter_mut().for_each(|x| *x = x.clamp(-text.clip, text.clip));
         }
@@ -72,6 +71,6 @@ impl Imported {
             let padding = values.chunks_mut(width).zip(mask.iter()).filter(|(_, mask)| **mask == 0);
             padding.for_each(|(row, _)| row.fill(0.0));
         }
-        HostTensor::f32(&shape, values)
+        HostTensor::f32(&embeds.shape, values)
     }
 }

@@ -259,6 +259,7 @@ impl<'a> Flux2<'a> {
             let seconds = started.elapsed().as_secs_f64();
             run.watch.listener.on_event(Event::Step { index: step + 1, count, seconds });
             if step + 1 < count {
+                check_finite("transformer", Some(step), &latents)?;
                 run.folder.keep(
                     &[(latents_after(step).as_str(), &latents)],
                     &["prompt_embeds"],
