@@ -105,14 +105,6 @@ impl HostTensor {
         }
     }
 
-    /// The values as f32, without a copy if they are.
-    pub fn into_f32(self) -> Vec<f32> {
-        match self.values {
-            Values::F32(values) => values.into_vec(),
-            _ => self.to_f32(),
-        }
-    }
-
     /// The same values under another shape of the same size. Panics if the size differs.
     pub fn reshaped(mut self, shape: &[usize]) -> HostTensor {
         assert_eq!(shape.iter().product::<usize>(), self.values.len(), "{:?} as {shape:?}", self.shape);
