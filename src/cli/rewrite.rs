@@ -1,7 +1,7 @@
 //! `viaduct rewrite`
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     fmt, fs,
     path::{Path, PathBuf},
     time::Instant,
@@ -13,7 +13,7 @@ use serde_json::json;
 use viaduct_export::{
     bytes::ByteSize,
     onnx::{Model, WriteOptions, read_model, write_model_with},
-    passes::{AttentionForm, Linears, PASSES, Pass, Report, SEQUENCES, Settings, apply, pass, sequence},
+    passes::{AttentionForm, Linears, PASSES, Pass, Report, SEQUENCES, Settings, apply, pass, sequences},
 };
 
 use super::{ProgressArguments, dimension, exit::UsageError, printer::print, progress::Progress};
@@ -136,16 +136,11 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
 
 /// The passes that were asked for, in order.
 fn chosen(arguments: &Arguments) -> anyhow::Result<Vec<&'static Pass>> {
-    let mut passes = Vec::new();
-    for name in &arguments.passes {
-        passes.extend(sequence(name)?);
-    }
+    let names: Vec<&str> = arguments.passes.iter().map(String::as_str).collect();
+    let mut passes = sequences(&names)?;
     for name in &arguments.pass {
         passes.push(pass(name)?);
     }
-    // Sequences share their beginnings.
-    let mut seen = BTreeSet::new();
-    passes.retain(|pass| seen.insert(pass.name));
     if passes.is_empty() {
         let names: Vec<&str> = SEQUENCES.iter().map(|sequence| sequence.name).collect();
         let message = format!("nothing to do: --passes {} or --pass NAME (see --list)", names.join("|"));
