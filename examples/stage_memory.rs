@@ -1,4 +1,4 @@
-//! `stage_memory BUNDLE STAGE EP RUNS [--hide INPUT] [SYMBOL=SIZE ...]`: runs one stage of a bundle in this process and
+//! `stage_memory BUNDLE STAGE EP RUNS DISPATCHES [--hide INPUT] [SYMBOL=SIZE ...]`: runs one stage of a bundle in this process and
 //! prints the peak of its resident memory (VmHWM, pages of mapped files included) beside the predicted one, as JSON.
 //! `--hide` puts a product of all rows of an input [1,rows,columns] with each other into the graph, which no output shows.
 
@@ -10,13 +10,12 @@ use viaduct::{
 };
 use viaduct_export::{
     bundle::Bundle,
-    device::DeviceProfile,
-    memory::{BufferCache, StageMemory, analyse},
+    memory::{StageMemory, analyse},
     onnx::{Attribute, DType, Dim, Graph, Model, Node, Tensor, ValueId, read_model},
     shapes::Sizes,
 };
 
-const USAGE: &str = "usage: stage_memory BUNDLE STAGE EP RUNS [--hide INPUT] [SYMBOL=SIZE ...]";
+const USAGE: &str = "usage: stage_memory BUNDLE STAGE EP RUNS DISPATCHES [--hide INPUT] [SYMBOL=SIZE ...]";
 
 fn main() -> ExitCode {
     match run(&std::env::args().skip(1).collect::<Vec<_>>()) {
@@ -29,11 +28,12 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &[String]) -> Result<(), Box<dyn Error>> {
-    let [bundle, name, ep, runs, rest @ ..] = arguments else { return Err(USAGE.into()) };
+    let [bundle, name, ep, runs, pending_dispatches, rest @ ..] = arguments else { return Err(USAGE.into()) };
     let (hidden, sizes) = match rest {
         [option, input, sizes @ ..] if option == "--hide" => (Some(input), sizes),
         sizes => (None, sizes),
     };
+    let pending_dispatches = pending_dispatches.parse()?;
     let sizes = sizes.iter().map(|s| size(s)).collect::<Result<Sizes, _>>()?;
     let bundle = Bundle::open(Path::new(bundle))?;
     let mut runtime = Runtime::start(&RuntimeOptions { provider: ep.parse()?, adapter: None })?;
@@ -46,11 +46,12 @@ fn run(arguments: &[String]) -> Result<(), Box<dyn Error>> {
         lower(&mut model, &profile, &sizes, &[])?;
         Ok(model)
     };
-    let mut stage = runtime.open_model(name, graph()?, BufferCache::default())?;
+    let mut stage = runtime.open_model(name, graph()?, pending_dispatches)?;
     draw(&mut stage, runs.parse()?, &sizes)?;
     let peak = resident_peak()?;
     drop(stage);
-    println!("{}", figures(&graph()?, &sizes, &profile, peak));
+    let memory = analyse(&graph()?, &sizes, &profile, pending_dispatches).0;
+    println!("{}", figures(&memory, peak));
     viaduct::runtime::exit(0)
 }
 
@@ -68,8 +69,7 @@ fn draw(stage: &mut Stage<'_>, runs: usize, sizes: &Sizes) -> Result<(), Box<dyn
     Ok(())
 }
 
-fn figures(model: &Model, sizes: &Sizes, device: &DeviceProfile, peak: u64) -> serde_json::Value {
-    let memory: StageMemory = analyse(model, sizes, device, BufferCache::default()).0;
+fn figures(memory: &StageMemory, peak: u64) -> serde_json::Value {
     serde_json::json!({
         "peak": peak,
         "predicted": memory.predicted.total(),

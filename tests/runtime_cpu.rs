@@ -11,7 +11,7 @@ use viaduct::{
 };
 use viaduct_export::{
     device::DeviceProfile,
-    memory::BufferCache,
+    memory::PENDING_DISPATCHES,
     onnx::{DType, Dim, WriteOptions, model_bytes, read_model, write_model},
 };
 
@@ -30,7 +30,12 @@ fn matmul() -> Vec<u8> {
 
 fn open(runtime: &mut Runtime) -> Stage<'_> {
     runtime
-        .open(StageModel { name: "toy", bytes: matmul(), folder: Path::new("."), cache: Default::default() })
+        .open(StageModel {
+            name: "toy",
+            bytes: matmul(),
+            folder: Path::new("."),
+            pending_dispatches: PENDING_DISPATCHES,
+        })
         .unwrap()
 }
 
@@ -96,7 +101,7 @@ fn a_broken_model_names_its_stage() {
             name: "toy",
             bytes: vec![1, 2, 3],
             folder: Path::new("."),
-            cache: Default::default(),
+            pending_dispatches: PENDING_DISPATCHES,
         })
         .err()
         .unwrap();
@@ -186,7 +191,7 @@ fn external_weights_may_be_behind_links() {
     for folder in [&real, &linked] {
         let model = read_model(&folder.join("m.onnx")).unwrap();
         let mut runtime = cpu();
-        let mut stage = runtime.open_model("toy", model, BufferCache::default()).unwrap();
+        let mut stage = runtime.open_model("toy", model, PENDING_DISPATCHES).unwrap();
         assert_eq!(stage.run(&[("x", &feeds[0].1)], &["y"]).unwrap(), expected);
     }
 }

@@ -11,7 +11,10 @@ use viaduct::{
     runtime::{Provider, Runtime, RuntimeOptions, StageModel},
     tensor::HostTensor,
 };
-use viaduct_export::onnx::{DType, Dim, Graph, Model, Node, ValueType, model_bytes};
+use viaduct_export::{
+    memory::PENDING_DISPATCHES,
+    onnx::{DType, Dim, Graph, Model, Node, ValueType, model_bytes},
+};
 
 /// Starts the runtime as the variables say, runs a graph and prints what happened.
 #[test]
@@ -39,7 +42,12 @@ fn probe() {
     let opsets = vec![(String::new(), 23)];
     let bytes = model_bytes(&Model { graph, ir_version: 11, opsets, ..Model::default() }).unwrap();
     let mut stage = runtime
-        .open(StageModel { name: "toy", bytes, folder: Path::new("."), cache: Default::default() })
+        .open(StageModel {
+            name: "toy",
+            bytes,
+            folder: Path::new("."),
+            pending_dispatches: PENDING_DISPATCHES,
+        })
         .unwrap();
     let y = stage.run(&[("x", &HostTensor::f32(&[2], vec![1.0, 2.0]))], &["y"]).unwrap();
     println!("ran {:?}", y[0].to_f32());

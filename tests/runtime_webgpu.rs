@@ -11,6 +11,7 @@ use viaduct::{
 };
 use viaduct_export::{
     device::DeviceProfile,
+    memory::PENDING_DISPATCHES,
     onnx::{DType, Tensor, model_bytes},
 };
 
@@ -53,7 +54,12 @@ fn webgpu_refuses_nodes_on_the_cpu() {
     let bytes = model_bytes(&net.model(&["y"])).unwrap();
     let error = gpu
         .runtime
-        .open(StageModel { name: "toy", bytes, folder: Path::new("."), cache: Default::default() })
+        .open(StageModel {
+            name: "toy",
+            bytes,
+            folder: Path::new("."),
+            pending_dispatches: PENDING_DISPATCHES,
+        })
         .err()
         .unwrap();
     assert!(matches!(&error, RuntimeError::CpuNodes { nodes, .. } if nodes == &["Sin Sin_y"]), "{error}");
@@ -141,7 +147,7 @@ fn webgpu_sessions_come_and_go() {
                 name: "toy",
                 bytes: bytes.clone(),
                 folder: Path::new("."),
-                cache: Default::default(),
+                pending_dispatches: PENDING_DISPATCHES,
             };
             let mut stage = gpu.runtime.open(model).unwrap();
             stage.bind("x", &x).unwrap();

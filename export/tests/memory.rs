@@ -2,7 +2,7 @@
 
 use viaduct_export::{
     device::{DeviceProfile, Provider},
-    memory::{BufferCache, PENDING_DISPATCHES, StageMemory, analyse},
+    memory::{PENDING_DISPATCHES, StageMemory, analyse},
     onnx::{Attribute, Builder, DType, Dim, Model, Tensor, ValueId},
     shapes::Sizes,
 };
@@ -27,7 +27,7 @@ fn device(provider: Provider) -> DeviceProfile {
 
 fn on(provider: Provider, model: &Model, sizes: &[(&str, usize)]) -> StageMemory {
     let sizes: Sizes = sizes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect();
-    analyse(model, &sizes, &device(provider), BufferCache::Simple).0
+    analyse(model, &sizes, &device(provider), PENDING_DISPATCHES).0
 }
 
 fn live(memory: &StageMemory) -> Vec<u64> {
@@ -189,7 +189,7 @@ fn buffers_are_held_until_the_commands_that_use_them_are_submitted() {
     // The input and that of the run before; one buffer per dispatch of a batch, and one that the next batch begins with.
     assert_eq!(most, Some(T * (2 + u64::from(PENDING_DISPATCHES) + 1)));
     assert!(memory.timeline.iter().all(|moment| moment.live <= moment.held));
-    let (cpu, _) = analyse(&model, &Sizes::new(), &device(Provider::Cpu), BufferCache::Simple);
+    let (cpu, _) = analyse(&model, &Sizes::new(), &device(Provider::Cpu), PENDING_DISPATCHES);
     assert!(cpu.timeline.iter().all(|moment| moment.held == moment.live), "the CPU provider keeps nothing");
 }
 

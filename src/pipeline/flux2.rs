@@ -481,8 +481,8 @@ impl<'a> Flux2<'a> {
         let binding = Binding {
             sizes,
             exposed: if watch.probe.internals() { &["dit_", "vae_"] } else { &[] },
-            score_limit: settings.score_limit,
-            cache: settings.cache,
+            score_limit: settings.score_limit(),
+            pending_dispatches: settings.pending_dispatches,
             planned: plan.and_then(|plan| plan.bytes(name)),
         };
         let stage = executor.open_stage(self.bundle, name, &binding)?;

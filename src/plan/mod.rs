@@ -1,7 +1,7 @@
 //! The plan of a run: how each stage is set so that it fits the memory there is, decided before anything is allocated.
 //!
-//! A stage has a few settings that trade speed for memory. They are tried from the fastest on, and the first that fits
-//! is taken. What fits with none of them is refused, with the largest offender and the nearest size that would fit.
+//! A stage has two settings that trade speed for memory. They are tried from the fastest on, and the first that fits is
+//! taken. What fits with none of them is refused, with the largest offender and the nearest size that would fit.
 
 mod budget;
 mod model;
@@ -11,8 +11,8 @@ use std::fmt;
 use serde::Serialize;
 use viaduct_export::{
     bytes::ByteSize,
-    device::DeviceProfile,
-    memory::{BufferCache, Predicted, StageMemory, TensorUse, analyse},
+    device::{DeviceProfile, Provider},
+    memory::{PENDING_DISPATCHES, Predicted, StageMemory, TensorUse, analyse, symbols},
     onnx::Model,
     shapes::{Shapes, Sizes},
 };
@@ -23,36 +23,42 @@ pub use self::{
 };
 use crate::runtime::{LowerError, Lowered, SCORE_LIMIT, lower_within};
 
+/// Every dispatch is submitted alone, so that what it frees can be taken again by the one after the next. It costs up to
+/// 4 % (docs/performance.md) and saves most, so that it is tried before smaller chunks.
+const FEWEST_DISPATCHES: u32 = 1;
 /// Halvings of the chunks that are tried. Smaller ones than an eighth cost much time and save little.
 const HALVINGS: u32 = 3;
 
 /// How one stage is set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Settings {
-    /// Bytes of the largest score tensor of an attention that is written out.
-    pub score_limit: u64,
-    /// Times that the chunks of an attention which the host drives are halved.
+    /// Dispatches that WebGPU records before it submits them. Freed buffers are held until then.
+    pub pending_dispatches: u32,
+    /// Times that the chunks of attention are halved: those that the host drives, and the score tensors of one that is
+    /// written out.
     pub halvings: u32,
-    pub cache: BufferCache,
 }
 
 impl Default for Settings {
     fn default() -> Settings {
-        Settings { score_limit: SCORE_LIMIT, halvings: 0, cache: BufferCache::default() }
+        Settings { pending_dispatches: PENDING_DISPATCHES, halvings: 0 }
     }
 }
 
 impl Settings {
-    /// All settings, the fastest first.
-    fn all() -> impl Iterator<Item = Settings> {
-        let caches = [BufferCache::Simple, BufferCache::LazyRelease];
-        caches.into_iter().flat_map(|cache| {
-            (0..=HALVINGS).map(move |halvings| Settings {
-                score_limit: SCORE_LIMIT >> halvings,
-                halvings,
-                cache,
-            })
-        })
+    /// All settings that a provider knows, the fastest first.
+    fn all(provider: Provider) -> impl Iterator<Item = Settings> {
+        let pending_dispatches = match provider {
+            Provider::WebGpu => FEWEST_DISPATCHES,
+            Provider::Cpu => PENDING_DISPATCHES,
+        };
+        let smaller = (0..=HALVINGS).map(move |halvings| Settings { pending_dispatches, halvings });
+        std::iter::once(Settings::default()).chain(smaller)
+    }
+
+    /// Bytes of the largest score tensor of an attention that is written out.
+    pub fn score_limit(&self) -> u64 {
+        SCORE_LIMIT >> self.halvings
     }
 }
 
@@ -114,8 +120,8 @@ pub fn analyse_stage(
     device: &DeviceProfile,
     settings: &Settings,
 ) -> (Result<Lowered, LowerError>, StageMemory, Shapes) {
-    let lowered = lower_within(model, device, sizes, &[], settings.score_limit);
-    let (memory, shapes) = analyse(model, sizes, device, settings.cache);
+    let lowered = lower_within(model, device, sizes, &[], settings.score_limit());
+    let (memory, shapes) = analyse(model, sizes, device, settings.pending_dispatches);
     (lowered, memory, shapes)
 }
 
@@ -191,11 +197,12 @@ impl Plan {
 fn choice(stage: &PlannedStage, budget: Budget) -> String {
     let PlannedStage { settings, predicted, .. } = stage;
     let mut parts = Vec::new();
+    if settings.pending_dispatches < PENDING_DISPATCHES {
+        let (few, usual) = (settings.pending_dispatches, PENDING_DISPATCHES);
+        parts.push(format!("{few} dispatch per submission instead of {usual}"));
+    }
     if settings.halvings > 0 {
         parts.push(format!("attention in chunks of 1/{} of the usual size", 1 << settings.halvings));
-    }
-    if settings.cache != BufferCache::default() {
-        parts.push("buffers are given back instead of kept for the next step".to_owned());
     }
     let outcome = if budget.holds(*predicted) { "to stay below" } else { "and yet above" };
     format!("{}, slower, {outcome} {budget}", parts.join(" and "))
@@ -215,9 +222,8 @@ fn plan_stage(
     budget: Budget,
 ) -> PlannedStage {
     let mut best: Option<PlannedStage> = None;
-    for settings in Settings::all() {
-        let mut model = graph.clone();
-        let (_, memory, _) = analyse_stage(&mut model, &sizes(&settings), device, &settings);
+    for (settings, sizes, model) in forms(graph, sizes, device) {
+        let (memory, _) = analyse(&model, &sizes, device, settings.pending_dispatches);
         let planned = PlannedStage {
             name: name.clone(),
             settings,
@@ -236,6 +242,27 @@ fn plan_stage(
         }
     }
     best.expect("there is at least one setting")
+}
+
+/// The graph with its sizes as each of the settings leaves them, the fastest first, without settings that change nothing:
+/// most stages have no attention.
+fn forms<'a>(
+    graph: &'a Model,
+    sizes: &'a dyn Fn(&Settings) -> Sizes,
+    device: &'a DeviceProfile,
+) -> impl Iterator<Item = (Settings, Sizes, Model)> + 'a {
+    let symbols = symbols(&graph.graph);
+    let mut before = None;
+    Settings::all(device.provider).filter_map(move |settings| {
+        let sizes = sizes(&settings);
+        let mut model = graph.clone();
+        let lowered = lower_within(&mut model, device, &sizes, &[], settings.score_limit());
+        let own: Vec<_> = symbols.iter().map(|symbol| sizes.get(symbol).copied()).collect();
+        let form = Some((settings.pending_dispatches, own, lowered.ok().map(|lowered| lowered.attention)));
+        let changed = form != before;
+        before = form;
+        changed.then_some((settings, sizes, model))
+    })
 }
 
 /// All sessions at once: what each takes between runs is at most its peak.
@@ -258,7 +285,32 @@ pub fn largest_that(below: usize, holds: impl Fn(usize) -> bool) -> Option<usize
 
 #[cfg(test)]
 mod tests {
+    use viaduct_export::onnx::{Builder, DType, Dim};
+
     use super::*;
+
+    /// Settings that are tried for a graph with one input of `rows` rows, where the host drives chunks of `chunk_rows`.
+    fn tried(rows: &str, device: &str) -> Vec<(u32, u32)> {
+        let mut graph = Builder::new("test");
+        let dims = [Dim::Symbol(rows.to_owned())];
+        let x = graph.input("x", DType::F32, &dims);
+        let y = graph.op("Neg", &[x], &[]);
+        graph.output(y, "y", &dims);
+        let sizes = |settings: &Settings| {
+            Sizes::from([("tokens".to_owned(), 64), ("chunk_rows".to_owned(), 64 >> settings.halvings)])
+        };
+        let (graph, device) = (graph.finish(), DeviceProfile::preset(device).unwrap());
+        let forms = forms(&graph, &sizes, &device);
+        forms.map(|(settings, ..)| (settings.pending_dispatches, settings.halvings)).collect()
+    }
+
+    #[test]
+    fn settings_that_change_nothing_are_not_tried() {
+        assert_eq!(tried("tokens", "bc250"), [(4, 0), (1, 0)]);
+        assert_eq!(tried("tokens", "cpu"), [(4, 0)]);
+        assert_eq!(tried("chunk_rows", "bc250"), [(4, 0), (1, 0), (1, 1), (1, 2), (1, 3)]);
+        assert_eq!(tried("chunk_rows", "cpu"), [(4, 0), (4, 1), (4, 2), (4, 3)]);
+    }
 
     #[test]
     fn a_stage_that_exceeds_the_host_alone_is_the_offender() {

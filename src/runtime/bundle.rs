@@ -2,7 +2,7 @@
 
 use viaduct_export::{
     bundle::Bundle,
-    memory::BufferCache,
+    memory::PENDING_DISPATCHES,
     onnx::{DType, Value, ValueType, read_model},
     shapes::Sizes,
 };
@@ -17,7 +17,8 @@ pub struct Binding<'a> {
     pub exposed: &'a [&'a str],
     /// Bytes of the largest score tensor of an attention that is written out.
     pub score_limit: u64,
-    pub cache: BufferCache,
+    /// Dispatches that WebGPU records before it submits them.
+    pub pending_dispatches: u32,
     /// Bytes that the plan predicts for the stage's process, for whoever watches it.
     pub planned: Option<u64>,
 }
@@ -25,8 +26,13 @@ pub struct Binding<'a> {
 impl<'a> Binding<'a> {
     /// As usual, under these sizes.
     pub fn new(sizes: &'a Sizes) -> Binding<'a> {
-        let cache = BufferCache::default();
-        Binding { sizes, exposed: &[], score_limit: SCORE_LIMIT, cache, planned: None }
+        Binding {
+            sizes,
+            exposed: &[],
+            score_limit: SCORE_LIMIT,
+            pending_dispatches: PENDING_DISPATCHES,
+            planned: None,
+        }
     }
 }
 
@@ -54,7 +60,7 @@ impl Runtime {
         let unfit = |e| RuntimeError::Lower { stage: name.to_owned(), source: Box::new(e) };
         lower_within(&mut model, &self.device().profile(), binding.sizes, &exposed, binding.score_limit)
             .map_err(unfit)?;
-        self.open_model(name, model, binding.cache)
+        self.open_model(name, model, binding.pending_dispatches)
     }
 }
 

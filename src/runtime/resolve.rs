@@ -7,10 +7,7 @@ use std::{
     sync::Arc,
 };
 
-use viaduct_export::{
-    memory::BufferCache,
-    onnx::{Bytes, MappedFile, Model, model_bytes},
-};
+use viaduct_export::onnx::{Bytes, MappedFile, Model, model_bytes};
 
 use super::{Runtime, RuntimeError, Stage, StageModel};
 
@@ -20,7 +17,7 @@ impl Runtime {
         &mut self,
         name: &str,
         mut model: Model,
-        cache: BufferCache,
+        pending_dispatches: u32,
     ) -> Result<Stage<'_>, RuntimeError> {
         let failed = |reason: String| RuntimeError::Open { stage: name.to_owned(), reason };
         resolve_links(&mut model).map_err(|e| failed(e.to_string()))?;
@@ -29,7 +26,7 @@ impl Runtime {
         let folder = model.folder.take().unwrap_or_else(|| PathBuf::from("."));
         // Maps of the weights; ONNX Runtime makes its own.
         drop(model);
-        self.open(StageModel { name, bytes, folder: &folder, cache })
+        self.open(StageModel { name, bytes, folder: &folder, pending_dispatches })
     }
 }
 

@@ -2,7 +2,10 @@
 
 use std::path::Path;
 
-use viaduct_export::onnx::{Attribute, DType, Dim, Graph, Model, Node, ValueType, model_bytes};
+use viaduct_export::{
+    memory::PENDING_DISPATCHES,
+    onnx::{Attribute, DType, Dim, Graph, Model, Node, ValueType, model_bytes},
+};
 
 use super::{DeviceKind, Provider, Runtime, RuntimeError, StageModel};
 use crate::tensor::HostTensor;
@@ -36,8 +39,12 @@ fn fused_attention_is_right(runtime: &mut Runtime) -> Result<bool, RuntimeError>
     let stage = "attention self-test";
     let failed = |reason: String| RuntimeError::Open { stage: stage.to_owned(), reason };
     let bytes = model_bytes(&attention_model()).map_err(|e| failed(e.to_string()))?;
-    let mut session =
-        runtime.open(StageModel { name: stage, bytes, folder: Path::new("."), cache: Default::default() })?;
+    let mut session = runtime.open(StageModel {
+        name: stage,
+        bytes,
+        folder: Path::new("."),
+        pending_dispatches: PENDING_DISPATCHES,
+    })?;
     let [q, k, v] = [1, 2, 3].map(|seed| HostTensor::f32(&[1, ROWS, HEADS * HEAD_SIZE], values(seed)));
     let y = session.run(&[("q", &q), ("k", &k), ("v", &v)], &["y"])?.swap_remove(0).to_f32();
     let expected = attention(&q.to_f32(), &k.to_f32(), &v.to_f32());

@@ -16,10 +16,7 @@ use ort::{
     },
     value::{DynValue, Outlet, PrimitiveTensorElementType, Tensor, TensorElementType, ValueType},
 };
-use viaduct_export::{
-    memory::{BufferCache, PENDING_DISPATCHES},
-    onnx::{DType, Dim},
-};
+use viaduct_export::onnx::{DType, Dim};
 
 use super::{Device, Provider, Runtime, RuntimeError, assignment, env, quiet::quietly};
 use crate::tensor::{HostTensor, Values, as_bytes};
@@ -32,8 +29,8 @@ pub struct StageModel<'m> {
     pub bytes: Vec<u8>,
     /// Where those files are.
     pub folder: &'m Path,
-    /// What the WebGPU provider does with buffers that are free again.
-    pub cache: BufferCache,
+    /// Dispatches that WebGPU records before it submits them; see [`viaduct_export::memory::PENDING_DISPATCHES`].
+    pub pending_dispatches: u32,
 }
 
 /// An input or output of a stage.
@@ -119,19 +116,13 @@ impl Runtime {
             // An empty list of devices would be accepted, and would run on the CPU.
             let device = self.ort_device().ok_or("the plugin offers no device")?;
             // `simple` takes on an H200 half the memory of the default mode, and less time: 5.4 against 11.3 GiB for a
-            // FLUX.2 Klein step.
-            let mode = match model.cache {
-                BufferCache::Simple => "simple",
-                BufferCache::LazyRelease => "lazyRelease",
-                BufferCache::Disabled => "disabled",
-            };
-            // A freed buffer is reused only after the commands that may use it are submitted, so that many commands per
+            // FLUX.2 Klein step; `lazyRelease` and `disabled` take six times as long. A freed buffer is reused only after the commands that may use it are submitted, so that many commands per
             // submission (16 by default) mean many buffers. On an H200 a decoder block takes 8.6 GiB with 16, 4.6 with 4
             // and 2.8 with 1, in the same time; a transformer step 5.1, 4.1 and 3.5 GiB in 193, 195 and 200 ms.
             let option = |key: &str, value: &str| (format!("{}.{key}", env::WEBGPU), value.to_owned());
             let options = [
-                option("storageBufferCacheMode", mode),
-                option("maxNumPendingDispatches", &PENDING_DISPATCHES.to_string()),
+                option("storageBufferCacheMode", "simple"),
+                option("maxNumPendingDispatches", &model.pending_dispatches.to_string()),
             ];
             builder = builder.with_devices([device], Some(&options)).map_err(text)?;
         } else {

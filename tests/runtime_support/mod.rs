@@ -12,7 +12,10 @@ use viaduct::{
     runtime::{Provider, Runtime, RuntimeError, RuntimeOptions, StageModel},
     tensor::{HostTensor, Values},
 };
-use viaduct_export::onnx::{Attribute, DType, Dim, Graph, Model, Node, Tensor, ValueType, model_bytes};
+use viaduct_export::{
+    memory::PENDING_DISPATCHES,
+    onnx::{Attribute, DType, Dim, Graph, Model, Node, Tensor, ValueType, model_bytes},
+};
 
 pub use webgpu::webgpu;
 
@@ -134,7 +137,7 @@ pub fn run(
         name: "test",
         bytes,
         folder: Path::new("."),
-        cache: Default::default(),
+        pending_dispatches: PENDING_DISPATCHES,
     })?;
     let inputs: Vec<(&str, &HostTensor)> = feeds.iter().map(|(n, t)| (n.as_str(), t)).collect();
     stage.run(&inputs, outputs)

@@ -1,14 +1,13 @@
 //! The provider's cache of buffers, simulated.
 //!
 //! WebGPU (core/providers/webgpu/buffer_manager.cc, webgpu_context.cc): a freed buffer waits until the commands that may
-//! use it are submitted, which happens every [`PENDING_DISPATCHES`] dispatches; then it can be taken again by who wants
-//! exactly its size, or is destroyed, depending on the mode. The CPU provider returns memory at once, with its arena off.
+//! use it are submitted, which happens every few dispatches; then, in the mode `simple`, it can be taken again by who wants
+//! exactly its size. The CPU provider returns memory at once, with its arena off.
 
 use std::collections::BTreeMap;
 
-use super::BufferCache;
-
-/// Dispatches that are recorded before they are submitted: `maxNumPendingDispatches`, as the runtime sets it.
+/// Dispatches that are recorded before they are submitted, WebGPU's `maxNumPendingDispatches`, as the runtime usually
+/// sets it. Fewer take less memory and more time.
 pub const PENDING_DISPATCHES: u32 = 4;
 
 /// What becomes of a freed buffer.
@@ -16,7 +15,8 @@ pub const PENDING_DISPATCHES: u32 = 4;
 pub(super) enum Policy {
     /// It is memory of the system again.
     Immediate,
-    Cached(BufferCache),
+    /// It is kept for the next tensor of its size, and free once so many dispatches are recorded.
+    Kept { pending_dispatches: u32 },
 }
 
 #[derive(Debug)]
@@ -51,17 +51,16 @@ impl Pool {
     pub fn give(&mut self, bytes: u64) {
         let size = self.size(bytes);
         match self.policy {
-            Policy::Immediate | Policy::Cached(BufferCache::Disabled) => {
-                self.held = self.held.saturating_sub(size)
-            }
-            Policy::Cached(_) => self.waiting.push(size),
+            Policy::Immediate => self.held = self.held.saturating_sub(size),
+            Policy::Kept { .. } => self.waiting.push(size),
         }
     }
 
     pub fn dispatch(&mut self, count: u32) {
+        let Policy::Kept { pending_dispatches } = self.policy else { return };
         for _ in 0..count {
             self.recorded += 1;
-            if self.recorded >= PENDING_DISPATCHES {
+            if self.recorded >= pending_dispatches {
                 self.submit();
             }
         }
@@ -71,10 +70,7 @@ impl Pool {
     pub fn submit(&mut self) {
         self.recorded = 0;
         for size in std::mem::take(&mut self.waiting) {
-            match self.policy {
-                Policy::Cached(BufferCache::Simple) => *self.free.entry(size).or_default() += 1,
-                _ => self.held = self.held.saturating_sub(size),
-            }
+            *self.free.entry(size).or_default() += 1;
         }
     }
 
@@ -82,7 +78,7 @@ impl Pool {
     fn size(&self, bytes: u64) -> u64 {
         match self.policy {
             Policy::Immediate => bytes,
-            Policy::Cached(_) => bytes.checked_next_multiple_of(16).unwrap_or(bytes),
+            Policy::Kept { .. } => bytes.checked_next_multiple_of(16).unwrap_or(bytes),
         }
     }
 }
@@ -91,36 +87,19 @@ impl Pool {
 mod tests {
     use super::*;
 
-    fn pool(cache: BufferCache) -> Pool {
-        Pool::new(Policy::Cached(cache))
-    }
-
     #[test]
     fn a_freed_buffer_is_reused_after_the_next_submission_only() {
-        let mut pool = pool(BufferCache::Simple);
+        let mut pool = Pool::new(Policy::Kept { pending_dispatches: 3 });
         pool.take(100);
         pool.give(100);
+        pool.dispatch(2);
         pool.take(100);
         assert_eq!(pool.held(), 224, "two buffers of 112 bytes: the first still waits");
-        pool.dispatch(PENDING_DISPATCHES);
+        pool.dispatch(1);
         pool.take(100);
         assert_eq!(pool.held(), 224, "the first is taken again");
         pool.take(96);
         assert_eq!(pool.held(), 320, "another size is another buffer");
-    }
-
-    #[test]
-    fn lazy_release_returns_memory_with_the_submission_and_disabled_at_once() {
-        let mut lazy = pool(BufferCache::LazyRelease);
-        lazy.take(64);
-        lazy.give(64);
-        assert_eq!(lazy.held(), 64);
-        lazy.submit();
-        assert_eq!(lazy.held(), 0);
-        let mut disabled = pool(BufferCache::Disabled);
-        disabled.take(64);
-        disabled.give(64);
-        assert_eq!(disabled.held(), 0);
     }
 
     #[test]

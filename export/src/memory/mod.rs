@@ -24,18 +24,6 @@ use crate::{
 use cache::{Policy, Pool};
 use program::Program;
 
-/// How the provider keeps buffers of activations that are free again: WebGPU's `storageBufferCacheMode`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub enum BufferCache {
-    /// Buffers of exactly the size that is asked for, kept until the session ends.
-    #[default]
-    Simple,
-    /// Freed once the commands that use them are submitted.
-    LazyRelease,
-    Disabled,
-}
-
 /// A tensor and where in the execution it appears.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct TensorUse {
@@ -111,18 +99,19 @@ impl Predicted {
 /// How many of the largest activations are listed.
 const LARGEST: usize = 10;
 
-/// Analyses one lowered graph. Tensors of unknown size are listed and in no sum.
+/// Analyses one lowered graph. Tensors of unknown size are listed and in no sum. `pending_dispatches` is what WebGPU is
+/// told ([`PENDING_DISPATCHES`]); the CPU provider has none.
 pub fn analyse(
     model: &Model,
     sizes: &Sizes,
     device: &DeviceProfile,
-    cache: BufferCache,
+    pending_dispatches: u32,
 ) -> (StageMemory, Shapes) {
     let shapes = crate::shapes::infer(model, sizes, &Default::default());
     let graph = &model.graph;
     let program = Program::of(model, &shapes, device.provider);
     let policy = match device.provider {
-        Provider::WebGpu => Policy::Cached(cache),
+        Provider::WebGpu => Policy::Kept { pending_dispatches },
         Provider::Cpu => Policy::Immediate,
     };
     let timeline = liveness::timeline(graph, &program, Pool::new(policy));

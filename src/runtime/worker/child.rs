@@ -57,9 +57,8 @@ fn open<'r>(runtime: &'r mut Runtime, wanted: &Open) -> Result<Stage<'r>, Runtim
     peak::restart();
     let bundle = Bundle::open(Path::new(&wanted.bundle))?;
     let exposed: Vec<&str> = wanted.exposed.iter().map(String::as_str).collect();
-    let Open { sizes, score_limit, cache, .. } = wanted;
-    let binding =
-        Binding { sizes, exposed: &exposed, score_limit: *score_limit, cache: *cache, planned: None };
+    let &Open { ref sizes, score_limit, pending_dispatches, .. } = wanted;
+    let binding = Binding { sizes, exposed: &exposed, score_limit, pending_dispatches, planned: None };
     runtime.open_stage(&bundle, &wanted.stage, &binding)
 }
 

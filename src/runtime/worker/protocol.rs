@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
-use viaduct_export::{memory::BufferCache, shapes::Sizes};
+use viaduct_export::shapes::Sizes;
 
 use crate::runtime::{Device, RuntimeOptions};
 
@@ -38,7 +38,7 @@ pub(super) struct Open {
     pub sizes: Sizes,
     pub exposed: Vec<String>,
     pub score_limit: u64,
-    pub cache: BufferCache,
+    pub pending_dispatches: u32,
 }
 
 /// From the child: the answer to each request, in order.

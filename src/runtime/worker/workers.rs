@@ -178,7 +178,7 @@ impl Executor for Workers {
             sizes: binding.sizes.clone(),
             exposed: binding.exposed.iter().map(|prefix| (*prefix).to_owned()).collect(),
             score_limit: binding.score_limit,
-            cache: binding.cache,
+            pending_dispatches: binding.pending_dispatches,
         });
         match self.ask(name, &request)? {
             Reply::Opened { outputs, nodes } => Ok(Box::new(RemoteStage {

@@ -1,6 +1,6 @@
 //! Convolutions and residual blocks of image autoencoders, on [1,C,H,W].
 
-use super::{mlp::silu, norm::group_norm};
+use super::norm::{Groups, group_norm_silu};
 use crate::{
     arch::author::{Author, AuthorError},
     onnx::{Attribute, ValueId},
@@ -22,13 +22,6 @@ pub fn conv(
     let attributes =
         [("kernel_shape", Attribute::Ints(vec![kernel; 2])), ("pads", Attribute::Ints(vec![pad; 4]))];
     Ok(a.graph.op("Conv", &[x, weight, bias], &attributes))
-}
-
-/// Group-norm settings of an autoencoder.
-#[derive(Clone, Copy)]
-pub struct Groups {
-    pub count: usize,
-    pub eps: f32,
 }
 
 /// GroupNorm, SiLU, conv, twice, plus the (projected) input: diffusers' ResnetBlock2D without a time embedding.
@@ -68,8 +61,7 @@ pub fn norm_silu_conv(
     (inputs, outputs): (usize, usize),
     groups: Groups,
 ) -> Result<ValueId, AuthorError> {
-    let y = group_norm(a, x, norm, inputs, groups.count, groups.eps)?;
-    let y = silu(a, y);
+    let y = group_norm_silu(a, x, norm, inputs, groups)?;
     conv(a, y, conv_prefix, (inputs, outputs), 3)
 }
 

@@ -8,8 +8,8 @@ use crate::{
         StageGraph,
         author::{Author, Linear},
         blocks::{
-            norm::group_norm,
-            resnet::{Groups, conv, norm_silu_conv, resnet_block, upsample_nearest},
+            norm::{Groups, group_norm},
+            resnet::{conv, norm_silu_conv, resnet_block, upsample_nearest},
         },
     },
     onnx::{Attribute, DType, Dim, Model, Tensor, ValueId},
@@ -146,7 +146,7 @@ impl Decoder<'_> {
     /// Query, transposed key and value in f32: scores over thousands of pixels need it, and chunks keep them small.
     fn query_key_value(&self, a: &mut Author<'_>, x: ValueId) -> Result<(), Flux2Error> {
         let (channels, places) = (self.middle(), ["mid_height", "mid_width"]);
-        let y = group_norm(a, x, &format!("{ATTENTION}.group_norm"), channels, self.groups.count, EPS)?;
+        let y = group_norm(a, x, &format!("{ATTENTION}.group_norm"), channels, self.groups)?;
         let y = a.graph.transpose(y, &[0, 2, 3, 1]);
         let rows = {
             let [batch, c, h, w] = map(channels, places);
