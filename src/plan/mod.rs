@@ -228,7 +228,7 @@ fn plan_stage(
             name: name.clone(),
             settings,
             predicted: memory.predicted,
-            complete: memory.unknown.is_empty(),
+            complete: memory.is_complete(),
             largest: memory.largest.into_iter().next(),
         };
         if budget.holds(planned.predicted) {

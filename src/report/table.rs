@@ -149,6 +149,11 @@ fn findings(stage: &StageReport) -> String {
     if !unknown.is_empty() {
         list("outputs of unknown size, in no sum, in", vec![unknown.join(", ")]);
     }
+    let scratch = &stage.memory.unknown_scratch;
+    let scratch = scratch.iter().map(|(op, count)| format!("{count} of {op}")).collect::<Vec<_>>();
+    if !scratch.is_empty() {
+        list("scratch memory of unknown size, in no sum, in", vec![scratch.join(", ")]);
+    }
     text
 }
 
