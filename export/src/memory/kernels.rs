@@ -132,9 +132,9 @@ fn quantised_input(node: &Node, shapes: &[Option<Vec<usize>>]) -> u64 {
 /// Bytes that a provider holds for a value. The CPU provider has next to no f16 kernels and computes in f32
 /// (core/optimizer/insert_cast_transformer.cc).
 pub(super) fn held_bytes(provider: Provider, fact: &Fact) -> Option<u64> {
-    let bytes = fact.bytes()?;
+    let bytes = fact.footprint()?;
     match (provider, fact.dtype) {
-        (Provider::Cpu, Some(DType::F16)) => bytes.checked_mul(2),
+        (Provider::Cpu, Some(DType::F16)) => Some(bytes.saturating_mul(2)),
         _ => Some(bytes),
     }
 }

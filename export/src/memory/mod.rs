@@ -49,7 +49,7 @@ impl TensorUse {
             op_type: node.map(|node| node.op_type.clone()).unwrap_or_default(),
             dtype: fact.dtype?.name(),
             shape: fact.full_shape()?,
-            bytes: fact.bytes()?,
+            bytes: fact.footprint()?,
         })
     }
 }

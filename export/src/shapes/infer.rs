@@ -95,7 +95,7 @@ impl Shapes {
         let mut unknown = BTreeMap::new();
         for (id, node) in graph.nodes() {
             let outputs = node.outputs.iter().flatten();
-            let mut count = outputs.filter(|id| self.bytes(**id).is_none()).count();
+            let mut count = outputs.filter(|id| self.fact(**id).footprint().is_none()).count();
             let mut bodies = node.subgraphs().enumerate().peekable();
             let has_bodies = bodies.peek().is_some();
             let known: Vec<_> =
