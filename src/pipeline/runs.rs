@@ -123,7 +123,13 @@ fn remove_own(folder: &Path) -> io::Result<()> {
 /// Opens a folder's lock file. A link is not followed, a pipe not waited for.
 fn open_lock(folder: &Path, create: bool) -> io::Result<File> {
     let mut options = File::options();
-    options.create(create).truncate(false).write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    // For reading, too: so that a pipe opens, and is seen to be one.
+    options
+        .create(create)
+        .truncate(false)
+        .read(true)
+        .write(true)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
     let lock = options.open(folder.join(LOCK))?;
     match lock.metadata()?.is_file() {
         true => Ok(lock),
