@@ -249,10 +249,9 @@ fn of_model(path: &Path, arguments: &Arguments, device: DeviceProfile) -> anyhow
     Ok((Report::new(file, None, device, asked, &plan, vec![stage]), fits))
 }
 
-/// Sizes that a graph may contradict before a smaller one is not looked for any more: it may want multiples of 64.
-const CONTRADICTIONS: usize = 256;
-
-/// The largest sizes of about the same proportions that fit and that the graph can have, as they would be typed.
+/// The largest sizes of about the same proportions that fit and that the graph can have, as they would be typed. What a
+/// graph contradicts takes less memory than it seems to, so only sizes are tried that it can have: a graph may want
+/// multiples of a power of two.
 fn nearest(
     dims: &[(String, usize)],
     fits: &dyn Fn(&Sizes) -> bool,
@@ -263,9 +262,16 @@ fn nearest(
         let size = move |size: usize| (size as u128 * part as u128 / longest as u128).max(1) as usize;
         dims.iter().map(move |(name, own)| (name.clone(), size(*own)))
     };
-    let largest = largest_that(longest, |part| fits(&scaled(part).collect()))?;
-    let mut parts = (1..=largest).rev().take(CONTRADICTIONS);
-    let part = parts.find(|part| possible(&scaled(*part).collect()))?;
+    let can_have = |part: usize| part > 0 && possible(&scaled(part).collect());
+    let steps = (0..=8).map(|bits| 1usize << bits);
+    let step = steps
+        .map(|step| (step, longest / step))
+        .find(|(step, count)| *count > 1 && can_have(count * step) && can_have((count - 1) * step));
+    let (step, _) = step?;
+    let part = step * largest_that(longest.div_ceil(step), |count| fits(&scaled(count * step).collect()))?;
+    if !can_have(part) {
+        return None;
+    }
     let typed: Vec<String> = scaled(part).map(|(name, size)| format!("--dim {name}={size}")).collect();
     Some(typed.join(" "))
 }
