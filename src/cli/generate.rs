@@ -273,7 +273,7 @@ fn stop_on_interrupt(progress: &Progress, kept: bool, exchange: Option<&Exchange
         let Some(stage) = position.stage.as_ref() else { return };
         let _held = atomic_file::hold_writes();
         let event = Event::warning(match position.kept {
-            true => format!("interrupted in stage {stage}; the same command goes on from what is done"),
+            true => format!("interrupted in stage {stage}; the same command goes on from there"),
             false => format!("interrupted in stage {stage}; nothing was kept"),
         });
         let _ = exchange.map(fs::remove_dir_all);
@@ -290,7 +290,7 @@ fn request(arguments: &Arguments, flux2: &Flux2<'_>) -> anyhow::Result<Request> 
     let size = Size::new(width.unwrap_or(own[0]), height.unwrap_or(own[1]), form.pixels_per_token())?;
     let steps = arguments.num_steps.unwrap_or(form.steps());
     if !(1..=1000).contains(&steps) {
-        return Err(UsageError(format!("--num-steps (--steps) {steps}: a picture takes 1 to 1000")).into());
+        return Err(UsageError(format!("--num-steps {steps}: a picture takes 1 to 1000")).into());
     }
     let noise = match &arguments.noise {
         Some(path) => {
