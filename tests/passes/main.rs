@@ -4,6 +4,7 @@
 #[path = "../runtime_support/mod.rs"]
 mod runtime_support;
 mod same;
+mod staged;
 
 mod bind_sizes;
 mod dedupe_initializers;
@@ -16,5 +17,7 @@ mod fp32_islands;
 mod keep_rows;
 mod merge_duplicates;
 mod quantize_matmul;
+mod split_at;
+mod split_vae;
 mod to_f16;
 mod tree_concat;

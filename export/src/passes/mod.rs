@@ -5,6 +5,7 @@
 //! here reads a weight's bytes: passes make lazy tensors, so that a model of any size is rewritten in constant memory.
 
 mod bind_sizes;
+mod budget;
 mod constant_nodes;
 mod dedupe_initializers;
 mod drop_dead;
@@ -18,11 +19,15 @@ mod fp32_islands;
 mod keep_rows;
 mod merge_duplicates;
 mod outcome;
+mod part;
+mod pixel_attention;
 mod quantize_matmul;
 mod replacement;
 mod reshape_plan;
 mod run;
 mod settings;
+mod split_at;
+mod split_vae;
 mod substitution;
 mod to_f16;
 mod tree_concat;
@@ -30,9 +35,10 @@ mod view;
 
 pub use facts::Facts;
 pub use outcome::{Outcome, Refusal};
+pub use part::Part;
 pub use replacement::Replacement;
-pub use run::{PassError, Report, apply};
-pub use settings::{AttentionForm, Linears, Settings};
+pub use run::{PassError, Report, apply, split};
+pub use settings::{AttentionForm, Linears, Settings, Splitting};
 pub use view::View;
 
 use crate::onnx::Model;
@@ -65,6 +71,21 @@ pub const PASSES: &[&Pass] = &[
     &quantize_matmul::Q8,
     &quantize_matmul::Q4,
 ];
+
+/// One way to cut a model into parts that run one after another.
+#[derive(Debug)]
+pub struct Split {
+    pub name: &'static str,
+    /// What it makes of a graph, in a line.
+    pub what: &'static str,
+    /// What whole graphs lack.
+    pub why: &'static str,
+    /// The parts in the order in which they run; none if the model stays whole, for the reasons given.
+    pub run: fn(&Model, &Settings) -> Result<(Vec<Part>, Outcome), PassError>,
+}
+
+/// All splits. Adding one is a file and a line here.
+pub const SPLITS: &[&Split] = &[&split_at::SPLIT, &split_vae::SPLIT];
 
 /// Passes that are run together, in order and again until nothing changes.
 #[derive(Debug)]
@@ -102,4 +123,13 @@ pub fn sequence(name: &str) -> Result<Vec<&'static Pass>, PassError> {
     let found = SEQUENCES.iter().find(|sequence| sequence.name == name);
     let found = found.ok_or_else(|| PassError::UnknownSequence(name.to_owned()))?;
     found.passes.iter().map(|name| pass(name)).collect()
+}
+
+/// The split of that name.
+pub fn split_named(name: &str) -> Result<&'static Split, PassError> {
+    SPLITS
+        .iter()
+        .copied()
+        .find(|split| split.name == name)
+        .ok_or_else(|| PassError::UnknownSplit(name.to_owned()))
 }
