@@ -3,7 +3,7 @@ use std::path::{Path, PathBuf};
 use viaduct::tensor::HostTensor;
 use viaduct_export::{
     onnx::{DType, Dim, Model, ValueType, read_model},
-    passes::{Part, Settings, Splitting, apply, pass, sequence},
+    passes::{Part, Settings, Splitting, apply, sequence},
 };
 
 use crate::{
@@ -17,9 +17,8 @@ fn cuts(cuts: &[usize]) -> Settings {
 
 fn prepared(path: &Path, passes: &[&str]) -> Model {
     let mut model = read_model(path).unwrap();
-    let mut all = sequence("lean").unwrap();
-    all.extend(passes.iter().map(|name| pass(name).unwrap()));
-    apply(&mut model, &all, &Settings::default()).unwrap();
+    let passes: Vec<_> = passes.iter().flat_map(|name| sequence(name).unwrap()).collect();
+    apply(&mut model, &passes, &Settings::default()).unwrap();
     model
 }
 
@@ -95,7 +94,7 @@ fn fixture(name: &str) -> PathBuf {
 
 #[test]
 fn stages_of_a_legacy_export() {
-    for passes in [&[][..], &["keep_rows"]] {
+    for passes in [&[][..], &["lean"], &["webgpu"]] {
         check(&fixture("legacy.onnx"), passes, &[], 1e-5);
         check(&fixture("legacy.onnx"), passes, &[1], 1e-5);
     }
@@ -103,7 +102,7 @@ fn stages_of_a_legacy_export() {
 
 #[test]
 fn stages_of_a_dynamo_export_in_f16() {
-    for passes in [&[][..], &["keep_rows"]] {
+    for passes in [&[][..], &["lean"], &["webgpu"]] {
         check(&fixture("dynamo_f16.onnx"), passes, &[1], 2e-2);
     }
 }
@@ -114,7 +113,7 @@ fn stages_of_a_dynamo_export_in_f16() {
 fn stages_of_the_shared_exports() {
     let shared = PathBuf::from(std::env::var_os("VIADUCT_SHARED").expect("VIADUCT_SHARED names a folder"));
     for name in ["vae_legacy.onnx", "vae_dynamo.onnx"] {
-        for passes in [&[][..], &["keep_rows"]] {
+        for passes in [&[][..], &["lean"], &["webgpu"]] {
             let path = shared.join("oracles/onnx-tiny").join(name);
             check(&path, passes, &[1, 2], 1e-5);
         }

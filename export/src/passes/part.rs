@@ -115,7 +115,8 @@ pub fn parts(
     part_of: &HashMap<NodeId, usize>,
     names: &[String],
 ) -> Result<Vec<Part>, Refusal> {
-    let cut = Cut { view, part_of, origins: Origins::of(view) };
+    let origins = Origins::of(view);
+    let cut = Cut { view, part_of: early(view, &origins, part_of), origins };
     let contents: Vec<Content> = (0..names.len()).map(|part| cut.content(part)).collect();
     let types = cut.types(&contents)?;
     let used: HashSet<ValueId> = contents.iter().flat_map(|content| &content.given).copied().collect();
@@ -131,6 +132,21 @@ pub fn parts(
     Ok(parts)
 }
 
+/// Where nodes go: what can be had for little goes where it can be first, so that no part takes a large value for it alone.
+fn early(view: &View<'_>, origins: &Origins, part_of: &HashMap<NodeId, usize>) -> HashMap<NodeId, usize> {
+    let mut early: HashMap<NodeId, usize> = HashMap::new();
+    for (id, node) in view.graph.nodes() {
+        let Some(part) = part_of.get(&id) else { continue };
+        let first = || {
+            let made = used_by(view, node).filter_map(|value| view.producer(value));
+            made.filter_map(|(id, _)| early.get(&id)).copied().max().unwrap_or(0)
+        };
+        let part = if origins.computes(node) { *part } else { first() };
+        early.insert(id, part);
+    }
+    early
+}
+
 /// What a part consists of besides constants.
 #[derive(Clone, Debug, Default)]
 struct Content {
@@ -143,7 +159,7 @@ struct Content {
 
 struct Cut<'a> {
     view: &'a View<'a>,
-    part_of: &'a HashMap<NodeId, usize>,
+    part_of: HashMap<NodeId, usize>,
     origins: Origins,
 }
 

@@ -280,10 +280,16 @@ fn insert(
     let v = spread(new, attention.value, of_v);
     let attended = new.op("Identity", &[q], &[]);
     let back = cast(new, attended, DType::F32, dtype);
-    let rows: &[Option<i64>] = if of_output.apart { &[None, None] } else { &[Some(-1)] };
-    let ones = vec![Some(1); of_output.rank.saturating_sub(rows.len() + 1)];
-    let shape = sides.shape(new, &[&ones[..], rows, &[c]].concat());
-    new.op_into("Reshape", &[back, shape], &[], attention.output);
+    let axes = 2 + usize::from(of_output.apart);
+    let ones = vec![Some(1); of_output.rank.saturating_sub(axes)];
+    let apart = sides.shape(new, &[&ones[..], &[None, None, c]].concat());
+    if of_output.apart {
+        new.op_into("Reshape", &[back, apart], &[], attention.output);
+    } else {
+        let rows = new.op("Reshape", &[back, apart], &[]);
+        let flat = sides.shape(new, &[&ones[..], &[Some(-1), c]].concat());
+        new.op_into("Reshape", &[rows, flat], &[], attention.output);
+    }
     replacement.finish();
     Prepared { model, residual, q, kt, v, attended, channels }
 }

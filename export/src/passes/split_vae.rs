@@ -45,7 +45,9 @@ fn run(model: &Model, settings: &Settings) -> Result<(Vec<Part>, Outcome), PassE
     if settings.split.max_bytes.is_some() {
         check_sizes(&model.graph, &settings.split.sizes)?;
     }
-    let stages = match prepared(model) {
+    let mut model = model.clone();
+    tidy(&mut model)?;
+    let stages = match prepared(&model) {
         Ok(prepared) => stages(&prepared, &settings.split)?,
         Err(refusal) => Err(refusal),
     };
@@ -296,7 +298,7 @@ fn port(model: &Model, value: Option<&ValueId>, sides: [&str; 2]) -> Option<(DTy
     Some((view.facts().dtype(value)?, dims))
 }
 
-/// Sizes that were read at run time are not needed any more.
+/// Rewrites until no sizes are read at run time, where that can be.
 fn tidy(model: &mut Model) -> Result<(), PassError> {
     let mut passes: Vec<&'static Pass> = sequence("lean")?;
     passes.push(pass("keep_rows")?);
