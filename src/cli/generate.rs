@@ -275,12 +275,11 @@ fn stop_on_interrupt(progress: &Progress, kept: bool, exchange: &Exchange) -> an
 }
 
 fn request(arguments: &Arguments, flux2: &Flux2<'_>) -> anyhow::Result<Request> {
-    let parameters = flux2.parameters();
-    let multiple = parameters.vae.pixels_per_token;
-    let own = parameters.vae.default_side;
-    let [width, height] = arguments.size.asked().map(|side| side.unwrap_or(own));
-    let size = Size::new(width, height, multiple)?;
-    let steps = arguments.num_steps.unwrap_or(parameters.schedule.steps);
+    let form = flux2.form();
+    let [width, height] = arguments.size.asked();
+    let own = form.default_size();
+    let size = Size::new(width.unwrap_or(own[0]), height.unwrap_or(own[1]), form.pixels_per_token())?;
+    let steps = arguments.num_steps.unwrap_or(form.steps());
     if !(1..=1000).contains(&steps) {
         return Err(UsageError(format!("--num-steps (--steps) {steps}: a picture takes 1 to 1000")).into());
     }

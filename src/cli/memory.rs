@@ -67,6 +67,16 @@ impl MemoryArguments {
             );
             listener.on_event(Event::warning(message));
         }
+        for stage in plan.stages.iter().filter(|_| stages.is_imported()) {
+            if let Some(contradiction) = &stage.contradiction {
+                let size = format!("{}x{}", picture.width, picture.height);
+                let message = format!(
+                    "{} will hardly run at {size}; its graph may have been traced at one size alone: {contradiction}",
+                    stage.name
+                );
+                listener.on_event(Event::warning(message));
+            }
+        }
         plan.choices().into_iter().for_each(|choice| listener.on_event(Event::note(choice)));
         if let Some(stage) = plan.largest() {
             let peak = ByteSize(plan.budget.counted(stage.predicted));

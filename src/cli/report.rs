@@ -9,7 +9,7 @@ use anyhow::Context;
 use clap::Args;
 use viaduct_export::{
     arch::{SizesError, SizesRequest},
-    bundle::{Bundle, MANIFEST, Outline, OutlineRequest, OutlineSource, Stages},
+    bundle::{Bundle, Outline, OutlineRequest, OutlineSource, Stages},
     bytes::ByteSize,
     device::DeviceProfile,
     files::read_limited,
@@ -147,7 +147,7 @@ fn planned(arguments: &Arguments, device: DeviceProfile) -> anyhow::Result<Plann
             ));
         }
     };
-    let is_bundle = path.join(MANIFEST).exists();
+    let is_bundle = Bundle::is_at(path);
     if path.is_dir() && !is_bundle && CHECKPOINT.iter().any(|file| path.join(file).exists()) {
         return outline(OutlineSource::Checkpoint { folder: path, recipe: None });
     }
@@ -155,7 +155,7 @@ fn planned(arguments: &Arguments, device: DeviceProfile) -> anyhow::Result<Plann
     refuse(&of_recipes, "is for recipes and checkpoints; a bundle or a model is as it was exported")?;
     if path.is_dir() {
         of_stages(&Bundle::open(path)?, arguments, device)
-    } else if path.file_name().is_some_and(|name| name == MANIFEST) {
+    } else if Bundle::is_described_by(path) {
         of_stages(&Bundle::open(path.parent().unwrap_or(Path::new("")))?, arguments, device)
     } else {
         of_model(path, arguments, device)

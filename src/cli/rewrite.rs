@@ -1,7 +1,7 @@
 //! `viaduct rewrite`
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fmt, fs,
     path::{Path, PathBuf},
     time::Instant,
@@ -348,6 +348,9 @@ fn chosen(arguments: &Arguments, splits: bool) -> anyhow::Result<Vec<&'static Pa
     for name in &arguments.pass {
         passes.push(pass(name)?);
     }
+    // Sequences share their beginnings.
+    let mut seen = BTreeSet::new();
+    passes.retain(|pass| seen.insert(pass.name));
     if passes.is_empty() && !splits {
         let names: Vec<&str> = SEQUENCES.iter().map(|sequence| sequence.name).collect();
         let message =
@@ -445,7 +448,12 @@ fn list(as_json: bool) -> String {
             .collect();
         let sequences: BTreeMap<&str, _> = SEQUENCES
             .iter()
-            .map(|sequence| (sequence.name, json!({ "what": sequence.what, "passes": sequence.passes })))
+            .map(|sequence| {
+                (
+                    sequence.name,
+                    json!({ "what": sequence.what, "after": sequence.after, "passes": sequence.passes }),
+                )
+            })
             .collect();
         let splits: Vec<_> = SPLITS
             .iter()
@@ -456,9 +464,10 @@ fn list(as_json: bool) -> String {
     let mut text = "Sequences (--passes NAME):\n".to_owned();
     for sequence in SEQUENCES {
         text.push_str(&format!(
-            "  {}: {}\n      {}\n",
+            "  {}: {}\n      {}{}\n",
             sequence.name,
             sequence.what,
+            sequence.after.map_or(String::new(), |name| format!("{name}, then ")),
             sequence.passes.join(", ")
         ));
     }

@@ -134,11 +134,10 @@ pub fn identity(
     device: &Device,
     plan: &Plan,
 ) -> Identity {
-    let manifest = serde_json::to_vec(&bundle.manifest).expect("a manifest was read from JSON");
     Identity {
         viaduct: env!("CARGO_PKG_VERSION").to_owned(),
         bundle: format!("{} {}", bundle.manifest.name, bundle.manifest.profile),
-        manifest: sha256(&manifest),
+        manifest: sha256(&contents(bundle)),
         prompt: request.prompt.clone(),
         width: request.size.width(),
         height: request.size.height(),
@@ -150,6 +149,17 @@ pub fn identity(
         },
         device: device_identity(device, plan),
     }
+}
+
+/// What tells a bundle from another: its manifest, which holds the hashes of its files. Where it holds none, the times at
+/// which the files were last changed take their place.
+fn contents(bundle: &Bundle) -> Vec<u8> {
+    let mut contents = serde_json::to_vec(&bundle.manifest).expect("a manifest was read from JSON");
+    for file in bundle.manifest.files.iter().filter(|_| !bundle.states_hashes()) {
+        let changed = bundle.path(&file.path).ok().and_then(|path| fs::metadata(path).ok()?.modified().ok());
+        contents.extend(format!("{} {changed:?}\n", file.path).bytes());
+    }
+    contents
 }
 
 /// The processor counts for every provider: it runs the CPU's kernels, software adapters and the host's arithmetic.

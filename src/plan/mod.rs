@@ -72,6 +72,8 @@ pub struct PlannedStage {
     pub largest: Option<TensorUse>,
     /// Whether every tensor's size is known; where not, the prediction is too small.
     pub complete: bool,
+    /// A node that cannot run at these sizes: graphs that others traced at one size may hold it in places.
+    pub contradiction: Option<String>,
 }
 
 /// How all stages are set, and what they take.
@@ -223,12 +225,13 @@ fn plan_stage(
 ) -> PlannedStage {
     let mut best: Option<PlannedStage> = None;
     for (settings, sizes, model) in forms(graph, sizes, device) {
-        let (memory, _) = analyse(&model, &sizes, device, settings.pending_dispatches);
+        let (memory, shapes) = analyse(&model, &sizes, device, settings.pending_dispatches);
         let planned = PlannedStage {
             name: name.clone(),
             settings,
             predicted: memory.predicted,
             complete: memory.unknown.is_empty(),
+            contradiction: shapes.conflicts.into_iter().next().map(|conflict| conflict.to_string()),
             largest: memory.largest.into_iter().next(),
         };
         if budget.holds(planned.predicted) {
@@ -320,6 +323,7 @@ mod tests {
             predicted: Predicted { device, host },
             largest: None,
             complete: true,
+            contradiction: None,
         };
         let budget = Budget { unified: false, host: 5, device: 10, total: 15 };
         let stages = vec![stage("transformer", 9, 1), stage("vae", 2, 6)];

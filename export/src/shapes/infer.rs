@@ -3,6 +3,7 @@
 use std::{
     cell::Cell,
     collections::{BTreeMap, HashMap},
+    fmt,
 };
 
 use super::{Call, Fact, MAX_ELEMENTS, rule, standard_domain};
@@ -17,6 +18,13 @@ pub struct Conflict {
     pub node: String,
     pub op_type: String,
     pub problem: String,
+}
+
+impl fmt::Display for Conflict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Conflict { node, op_type, problem } = self;
+        write!(f, "{op_type} {node}: {problem}")
+    }
 }
 
 /// What is known about every value of a graph under given sizes.
