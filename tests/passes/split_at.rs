@@ -66,7 +66,7 @@ fn parts_compute_what_the_whole_does() {
 #[test]
 fn what_crosses_is_typed_and_integers_stay() {
     let split = parts(&layers().model(&["y"]), "split_at", &at(&["c", "f"]));
-    assert_eq!(ports(&split[0]), (vec!["x"], vec!["a", "c"]));
+    assert_eq!(ports(&split[0]), (vec!["x"], vec!["a", "shape", "c"]));
     assert_eq!(ports(&split[1]), (vec!["a", "c"], vec!["f"]));
     // The shape of `a` crosses, since `a` itself does not go to the last part.
     assert_eq!(ports(&split[2]), (vec!["x", "shape", "f"], vec!["y"]));
