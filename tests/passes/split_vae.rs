@@ -291,8 +291,7 @@ fn what_goes_on_beside_is_refused() {
         net.node("GlobalAveragePool", &["sum"], "mean", &[]).node("Add", &["up", "mean"], "both", &[]);
         conv(net, "both", "y", 3, 1);
     };
-    let why = refused(later, &[1]);
-    assert!(why == "more than one value goes on behind an up block" || why.contains("no such"), "{why}");
+    assert_eq!(refused(later, &[1]), "more than one value goes on behind an up block");
 }
 
 fn fixture(name: &str) -> PathBuf {
@@ -344,7 +343,7 @@ fn stages_of_the_full_decoder_take_less() {
     let whole = device(&model).predicted.device;
     println!("whole: {}", ByteSize(whole));
     let mut settings = cuts(&[2, 3]);
-    for budget in [None, Some(2 << 30), Some(1536 << 20)] {
+    for budget in [None, Some(3 << 30), Some(9 << 28)] {
         settings.split.sizes = sizes.clone();
         if budget.is_some() {
             (settings.split.cuts, settings.split.max_bytes) = (Vec::new(), budget);

@@ -1,7 +1,8 @@
 //! Where to cut a graph so that no part takes more than a budget.
 //!
 //! A part takes its weights, the values that cross into it, and at the worst moment the values of its own that are still
-//! used. Among all ways to cut that keep to the budget the one with the fewest parts is taken, and among those the one
+//! used; views share their bytes with what they show. What a provider takes besides, for other layouts and free buffers,
+//! is not counted. Among all ways to cut that keep to the budget the one with the fewest parts is taken, and among those the one
 //! where the fewest bytes cross.
 
 use std::collections::{HashMap, HashSet};
@@ -27,6 +28,9 @@ pub fn check_sizes(graph: &Graph, sizes: &Sizes) -> Result<(), PassError> {
     if open.is_empty() { Ok(()) } else { Err(PassError::OpenSizes(open.join(", "))) }
 }
 
+/// Operators whose result is their first input in another shape.
+const VIEWS: &[&str] = &["Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"];
+
 /// Values that a node uses and makes, without what can be had again for little.
 struct Step {
     node: NodeId,
@@ -40,9 +44,13 @@ pub struct Costs<'a> {
     view: &'a View<'a>,
     steps: Vec<Step>,
     bytes: HashMap<ValueId, u64>,
+    /// What a view shows.
+    shown: HashMap<ValueId, ValueId>,
     /// The step that makes a value, and the last that uses it.
     made: HashMap<ValueId, usize>,
     last: HashMap<ValueId, usize>,
+    /// The last step that uses a value or a view of it.
+    last_shown: HashMap<ValueId, usize>,
 }
 
 impl<'a> Costs<'a> {
@@ -58,8 +66,10 @@ impl<'a> Costs<'a> {
             view,
             steps: Vec::new(),
             bytes: HashMap::new(),
+            shown: HashMap::new(),
             made: HashMap::new(),
             last: HashMap::new(),
+            last_shown: HashMap::new(),
         };
         for (node_id, node) in view.graph.nodes().filter(|(_, node)| origins.computes(node)) {
             let mut step = Step { node: node_id, weights: Vec::new(), reads: Vec::new(), makes: Vec::new() };
@@ -78,7 +88,16 @@ impl<'a> Costs<'a> {
                 let bytes = in_file.or_else(|| shapes.bytes(*value)).ok_or_else(unknown)?;
                 costs.bytes.insert(*value, bytes);
             }
+            if let (true, Some(x), Some(view)) =
+                (VIEWS.iter().any(|op| node.is(op)), step.reads.first(), node.output(0))
+            {
+                let x = costs.root(*x);
+                costs.shown.insert(view, x);
+            }
             costs.last.extend(step.reads.iter().map(|value| (*value, at)));
+            costs
+                .last_shown
+                .extend(step.reads.iter().map(|value| (costs.root(*value), at)).collect::<Vec<_>>());
             costs.made.extend(step.makes.iter().map(|value| (*value, at)));
             costs.steps.push(step);
         }
@@ -88,6 +107,9 @@ impl<'a> Costs<'a> {
     /// The cuts: each is the node behind which it comes, by its place among the steps. `allowed` says where one may be.
     pub fn cuts(&self, budget: u64, allowed: impl Fn(NodeId) -> bool) -> Result<Vec<NodeId>, Refusal> {
         let end = self.steps.len();
+        if self.reach(0, budget).last() == Some(end) {
+            return Err(Refusal { place: self.view.graph.name.clone(), why: FITS.into() });
+        }
         let crossing = self.crossing();
         // By the number of steps before a cut: parts so far, bytes that crossed, the cut before.
         let mut best: Vec<Option<(usize, u64, usize)>> = vec![None; end + 1];
@@ -114,10 +136,7 @@ impl<'a> Costs<'a> {
             stop = start;
         }
         cuts.reverse();
-        match cuts.is_empty() {
-            true => Err(Refusal { place: self.view.graph.name.clone(), why: FITS.into() }),
-            false => Ok(cuts),
-        }
+        Ok(cuts)
     }
 
     fn refusal(&self, budget: u64) -> Refusal {
@@ -126,6 +145,11 @@ impl<'a> Costs<'a> {
             Some(at) => Refusal { place: self.view.graph.label(self.steps[at].node), why: TOO_LARGE.into() },
             None => Refusal { place: self.view.graph.name.clone(), why: NO_CUT.into() },
         }
+    }
+
+    /// What a value shows, if it is a view; else itself.
+    fn root(&self, value: ValueId) -> ValueId {
+        self.shown.get(&value).copied().unwrap_or(value)
     }
 
     fn size(&self, value: ValueId) -> u64 {
@@ -141,7 +165,7 @@ impl<'a> Costs<'a> {
                 && self.view.facts().shape(*value).is_some_and(|shape| {
                     (0..shape.len()).all(|axis| self.view.facts().sizes(*value, axis as i64).is_some())
                 });
-            for bytes in &mut crossing[made + 1..=*last] {
+            for bytes in crossing.get_mut(made + 1..=*last).into_iter().flatten() {
                 *bytes = bytes.filter(|_| known).map(|bytes| bytes.saturating_add(self.size(*value)));
             }
         }
@@ -150,26 +174,30 @@ impl<'a> Costs<'a> {
 
     /// Where a part that begins with a step may end, nearest first.
     fn reach(&self, start: usize, budget: u64) -> impl Iterator<Item = usize> {
+        let outputs: HashSet<ValueId> =
+            self.view.graph.outputs.iter().map(|output| self.root(*output)).collect();
         let mut held: HashSet<ValueId> = HashSet::new();
         let (mut constant, mut live, mut most) = (0u64, 0u64, 0u64);
         (start..self.steps.len()).map_while(move |at| {
             let step = &self.steps[at];
+            let reads: Vec<ValueId> = step.reads.iter().map(|value| self.root(*value)).collect();
+            let makes: Vec<ValueId> =
+                step.makes.iter().copied().filter(|value| !self.shown.contains_key(value)).collect();
             let before = |value: &&ValueId| self.made.get(*value).is_none_or(|made| *made < start);
-            for value in step.weights.iter().chain(step.reads.iter().filter(before)) {
+            for value in step.weights.iter().chain(reads.iter().filter(before)) {
                 if held.insert(*value) {
                     constant = constant.saturating_add(self.size(*value));
                 }
             }
-            live = step.makes.iter().fold(live, |live, value| live.saturating_add(self.size(*value)));
+            live = makes.iter().fold(live, |live, value| live.saturating_add(self.size(*value)));
             most = most.max(live);
             let ends = |value: &ValueId| {
                 self.made.get(value).is_some_and(|made| *made >= start)
-                    && self.last.get(value).is_none_or(|last| *last == at)
-                    && !self.view.graph.outputs.contains(value)
+                    && self.last_shown.get(value).is_none_or(|last| *last == at)
+                    && !outputs.contains(value)
             };
-            let ending: HashSet<&ValueId> =
-                step.reads.iter().chain(&step.makes).filter(|value| ends(value)).collect();
-            live = ending.into_iter().fold(live, |live, value| live.saturating_sub(self.size(*value)));
+            let ending: HashSet<ValueId> = reads.into_iter().chain(makes).filter(ends).collect();
+            live = ending.into_iter().fold(live, |live, value| live.saturating_sub(self.size(value)));
             (constant.saturating_add(most) <= budget).then_some(at + 1)
         })
     }

@@ -106,6 +106,9 @@ pub const PASSES: &[&Pass] = &[
     &quantize_matmul::Q4,
 ];
 
+/// The parts in the order in which they run; none if the model stays whole, for the reasons given.
+pub type Parts = Result<(Vec<Part>, Outcome), PassError>;
+
 /// One way to cut a model into parts that run one after another.
 #[derive(Debug)]
 pub struct Split {
@@ -114,8 +117,7 @@ pub struct Split {
     pub what: &'static str,
     /// What whole graphs lack.
     pub why: &'static str,
-    /// The parts in the order in which they run; none if the model stays whole, for the reasons given.
-    pub run: fn(&Model, &Settings) -> Result<(Vec<Part>, Outcome), PassError>,
+    pub run: fn(&Model, &Settings) -> Parts,
 }
 
 /// All splits. Adding one is a file and a line here.

@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-use super::{Refusal, View, drop_dead, merge_duplicates::CHANCE};
+use super::{Refusal, View, bind_sizes::symbols, drop_dead, merge_duplicates::CHANCE};
 use crate::onnx::{DType, Dim, Model, Node, NodeId, Tensor, ValueId, ValueType};
 
 const UNKNOWN: &str = "it would cross, and its type or shape is not known";
@@ -244,12 +244,20 @@ impl Cut<'_> {
             }
             let sizes = facts.sizes(value, axis as i64)?;
             let name = names.entry(sizes).or_insert_with_key(|sizes| {
-                let own = || format!("{}_{axis}", self.view.graph[value].name);
-                facts.multiple(sizes).unwrap_or_else(own)
+                facts.multiple(sizes).unwrap_or_else(|| self.size_name(value, axis))
             });
             Some(Dim::Symbol(name.clone()))
         });
         Some(ValueType::Tensor { dtype: facts.dtype(value)?, shape: Some(dims.collect::<Option<_>>()?) })
+    }
+
+    /// A name for a size that no input has.
+    fn size_name(&self, value: ValueId, axis: usize) -> String {
+        let mut name = format!("{}_{axis}", self.view.graph[value].name);
+        while symbols(self.view.graph).contains(name.as_str()) {
+            name.push('_');
+        }
+        name
     }
 
     fn model(

@@ -166,12 +166,13 @@ pub fn prepared(model: &Model) -> Result<Prepared, Refusal> {
 
 /// What the attention's result is added to: [1,C,h,w].
 fn residual(view: &View<'_>, attention: &Attention) -> Option<ValueId> {
+    let origins = Origins::of(view);
     let mut value = attention.output;
     for _ in 0..MAX_NODES {
         let (_, node) = view.sole_use(value)?;
         if node.is("Add") {
             let other = node.inputs.iter().flatten().find(|input| **input != value)?;
-            if Origins::of(view).get(*other) != Origin::Constant {
+            if origins.get(*other) != Origin::Constant {
                 return (view.facts().rank(*other)? == 4).then_some(*other);
             }
         }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Outcome, Part, Pass, Refusal, Settings, Split, bind_sizes, drop_dead};
+use super::{Outcome, Parts, Pass, Refusal, Settings, Split, bind_sizes, drop_dead};
 use crate::onnx::{ComputeError, GraphError, Model};
 
 /// Rounds over a list of passes. What one pass makes possible for an earlier one is done in the next round; graphs in the
@@ -81,7 +81,7 @@ pub fn apply(
 }
 
 /// Cuts a model into parts, each of which is checked. There are none if the outcome says why the model stays whole.
-pub fn split(model: &Model, split: &Split, settings: &Settings) -> Result<(Vec<Part>, Outcome), PassError> {
+pub fn split(model: &Model, split: &Split, settings: &Settings) -> Parts {
     let (parts, outcome) = (split.run)(model, settings)?;
     for part in &parts {
         let invalid = |source| PassError::Invalid { pass: split.name, source };

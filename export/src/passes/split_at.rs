@@ -10,7 +10,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::{
-    Outcome, Part, PassError, Refusal, Settings, Split, View,
+    Outcome, Part, Parts, PassError, Refusal, Settings, Split, View,
     budget::Costs,
     part::{Origins, ancestors, parts},
 };
@@ -27,7 +27,7 @@ const NOTHING_BEFORE: &str = "nothing is computed before it";
 const NOTHING_BEHIND: &str = "nothing is computed behind it";
 const NOTHING_BETWEEN: &str = "nothing is computed between it and the cut before";
 
-fn run(model: &Model, settings: &Settings) -> Result<(Vec<Part>, Outcome), PassError> {
+fn run(model: &Model, settings: &Settings) -> Parts {
     let view = View::of(model);
     let mut outcome = Outcome::default();
     let groups = match (&settings.split.at[..], settings.split.max_bytes) {

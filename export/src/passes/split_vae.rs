@@ -15,7 +15,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::{
-    Outcome, Part, Pass, PassError, Refusal, Settings, Split, Splitting, View, apply,
+    Outcome, Part, Parts, Pass, PassError, Refusal, Settings, Split, Splitting, View, apply,
     budget::{Costs, FITS, check_sizes},
     drop_dead,
     part::{ancestors, parts},
@@ -40,7 +40,7 @@ const CROSSING: &str = "more than the attention and what it is added to goes on 
 const NO_LEVEL: &str = "it has no such up block to cut before";
 const TWICE: &str = "more than one value goes on behind an up block";
 
-fn run(model: &Model, settings: &Settings) -> Result<(Vec<Part>, Outcome), PassError> {
+fn run(model: &Model, settings: &Settings) -> Parts {
     let mut outcome = Outcome::default();
     if settings.split.max_bytes.is_some() {
         check_sizes(&model.graph, &settings.split.sizes)?;
