@@ -177,7 +177,7 @@ fn what_reexport_gains_is_said() {
 }
 
 /// A bundle assembled from the fixture's graphs.
-fn assembled(checkpoint: &Checkpoint) -> Option<Bundle> {
+fn assembled(checkpoint: &Checkpoint, options: &[&str]) -> Option<Bundle> {
     let (graphs, bundle) =
         (legacy(checkpoint, &[&F32[..], &["--whole-decoder"]].concat())?, Bundle::to_be_made());
     let mut command = viaduct();
@@ -188,6 +188,7 @@ fn assembled(checkpoint: &Checkpoint) -> Option<Bundle> {
         .arg(graphs.path().join("tokenizer"))
         .arg("-o")
         .arg(bundle.path())
+        .args(options)
         .assert()
         .success();
     Some(bundle)
@@ -196,7 +197,7 @@ fn assembled(checkpoint: &Checkpoint) -> Option<Bundle> {
 #[test]
 fn an_assembled_bundle_is_a_bundle_like_any_other() {
     let checkpoint = Checkpoint::of_fixture(FIXTURE);
-    let Some(bundle) = assembled(&checkpoint) else { return };
+    let Some(bundle) = assembled(&checkpoint, &[]) else { return };
     bundle.verify(&oracle(FIXTURE), "cpu", 0);
     let off = difference(&picture(&bundle, "cpu"), &tensor(&oracle(FIXTURE), "image_01"));
     assert!(off <= STEP / 4.0, "{off}");
@@ -211,6 +212,27 @@ fn an_assembled_bundle_is_a_bundle_like_any_other() {
     assert_eq!(parameters["vae"]["pixels_per_token"], 16);
     let mut hashes = viaduct();
     hashes.arg("inspect").arg(bundle.path()).arg("--hashes").assert().success();
+}
+
+/// Sixteen bits and quantised weights change the picture; as they change that of the checkpoint's own export.
+#[test]
+fn assembled_graphs_are_stored_as_the_profile_says() {
+    let checkpoint = Checkpoint::of_fixture(FIXTURE);
+    let reference = tensor(&oracle(FIXTURE), "image_01");
+    let profiles = [("f16", "MatMul", 45.0), ("q8", "MatMulNBits", 45.0), ("q4", "MatMulNBits", 20.0)];
+    for (profile, operator, bar) in profiles {
+        let Some(bundle) = assembled(&checkpoint, &["--profile", profile]) else { return };
+        let theirs = psnr(&picture(&bundle, "cpu"), &reference).unwrap();
+        let ours = psnr(&picture(&checkpoint.export(profile, &[]), "cpu"), &reference).unwrap();
+        println!("{profile}: {theirs:.1} dB, our own export {ours:.1} dB");
+        assert!(theirs >= bar, "{profile}: {theirs} dB, our own export {ours} dB");
+        assert_eq!(json(&bundle.path().join("bundle.json"))["profile"], profile);
+        let folder = bundle.path();
+        let mut command = viaduct();
+        command.args(["inspect", "--json"]).arg(folder.join("transformer.onnx"));
+        let told: Value = serde_json::from_slice(&command.assert().success().get_output().stdout).unwrap();
+        assert!(told["operators"][operator].as_u64() > Some(0), "{told}");
+    }
 }
 
 #[test]
@@ -419,7 +441,7 @@ fn graphs_that_make_no_model_are_refused() {
         ),
         (vec![text.clone(), transformer.clone()], 2, "name its folder with --tokenizer DIR"),
         (with(&[&text, checkpoint.source().to_str().unwrap()]), 2, "do not go together"),
-        (with(&[&text, "--profile", "q4"]), 2, "--profile is for checkpoints"),
+        (with(&[&text, "--profile", "q5"]), 2, "profile 'q5'"),
         (with(&["nowhere.onnx"]), 1, "nowhere.onnx"),
     ];
     for (arguments, code, says) in cases {

@@ -54,7 +54,8 @@ pub struct Arguments {
     /// Bundle folder to make
     #[arg(short, long, value_name = "BUNDLE")]
     out: PathBuf,
-    /// How a checkpoint's weights are stored: f32, f16, q8 or q4, or a profile of your recipe; q8 by default
+    /// How weights are stored: f32, f16, q8 or q4, or a profile of your recipe; by default q8 for a checkpoint, and as they
+    /// are for graphs
     #[arg(long)]
     profile: Option<String>,
     /// A shipped recipe's name or a .toml file
@@ -129,13 +130,11 @@ fn made(arguments: &Arguments, progress: &mut dyn FnMut(ExportEvent)) -> anyhow:
     if graphs.len() < sources.len() {
         return usage("a checkpoint folder and .onnx files do not go together");
     }
-    if arguments.profile.is_some() {
-        return usage("--profile is for checkpoints; graphs keep the weights that they have");
-    }
     let Some(tokenizer) = &arguments.tokenizer else {
         return usage("graphs come without a tokenizer; name its folder with --tokenizer DIR");
     };
-    let request = ImportRequest { graphs: &graphs, tokenizer, out, recipe, set, force };
+    let profile = arguments.profile.as_deref();
+    let request = ImportRequest { graphs: &graphs, tokenizer, out, recipe, profile, set, force };
     Ok(import(&request, progress)?)
 }
 

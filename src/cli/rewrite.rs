@@ -1,7 +1,7 @@
 //! `viaduct rewrite`
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     fmt, fs,
     path::{Path, PathBuf},
     time::Instant,
@@ -15,7 +15,7 @@ use viaduct_export::{
     onnx::{Dim, Graph, Model, ValueId, ValueType, WriteOptions, read_model, write_model_with},
     passes::{
         AttentionForm, Linears, PASSES, Part, Pass, Refusal, Report, SEQUENCES, SPLITS, Settings, Split,
-        Splitting, apply, pass, sequence, split, split_named,
+        Splitting, apply, pass, sequences, split, split_named,
     },
 };
 
@@ -341,16 +341,11 @@ fn printable(text: &str) -> String {
 
 /// The passes that were asked for, in order.
 fn chosen(arguments: &Arguments, splits: bool) -> anyhow::Result<Vec<&'static Pass>> {
-    let mut passes = Vec::new();
-    for name in &arguments.passes {
-        passes.extend(sequence(name)?);
-    }
+    let names: Vec<&str> = arguments.passes.iter().map(String::as_str).collect();
+    let mut passes = sequences(&names)?;
     for name in &arguments.pass {
         passes.push(pass(name)?);
     }
-    // Sequences share their beginnings.
-    let mut seen = BTreeSet::new();
-    passes.retain(|pass| seen.insert(pass.name));
     if passes.is_empty() && !splits {
         let names: Vec<&str> = SEQUENCES.iter().map(|sequence| sequence.name).collect();
         let message =

@@ -147,7 +147,7 @@ impl StageReport {
     }
 
     pub fn complete(&self) -> bool {
-        self.memory.unknown.is_empty()
+        self.memory.is_complete()
     }
 }
 

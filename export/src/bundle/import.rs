@@ -5,6 +5,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use regex::Regex;
+
 use super::{
     Bundle, ExportError, ExportEvent, ExportSummary, FORMAT, Manifest, Origin,
     folder::{FolderWriter, write_manifest},
@@ -24,7 +26,8 @@ use crate::{
         },
     },
     onnx::{DType, Model, read_model},
-    recipe::Recipe,
+    passes::{self, Linears, symbols},
+    recipe::{Precision, Recipe},
 };
 
 /// The family of the models whose contracts are known.
@@ -34,6 +37,17 @@ const DEFAULT_RECIPE: &str = "flux2-klein";
 /// The bundle's folder of tokenizer files.
 const TOKENIZER: &str = "tokenizer";
 
+/// Sequences of passes that store a model as a profile says: of the linear layers' components, and of the decoder, which is
+/// made of convolutions.
+const PROFILES: &[(&str, &[&str], &[&str])] = &[
+    ("f32", &["webgpu"], &["webgpu"]),
+    ("f16", &["f16"], &["f16"]),
+    ("q8", &["f16", "q8"], &["f16"]),
+    ("q4", &["f16", "q4"], &["f16"]),
+];
+/// What graphs go through that keep their weights as they are.
+const UNCHANGED: &[&str] = &["webgpu"];
+
 pub struct ImportRequest<'a> {
     /// Each an `.onnx` file, and its part of the model where the user says it.
     pub graphs: &'a [(Option<Role>, PathBuf)],
@@ -41,6 +55,8 @@ pub struct ImportRequest<'a> {
     pub tokenizer: &'a Path,
     pub out: &'a Path,
     pub recipe: Option<&'a str>,
+    /// How weights are stored, f32, f16, q8 or q4; as they are if absent.
+    pub profile: Option<&'a str>,
     /// Recipe values to change, by dotted key.
     pub set: &'a [(String, String)],
     /// Replace an existing bundle.
@@ -55,17 +71,17 @@ pub fn import(
     let name = request.recipe.unwrap_or(DEFAULT_RECIPE);
     let recipe = Recipe::named(name, request.set)?;
     progress(ExportEvent::Recipe { name: recipe.name.clone(), origin: format!("'{name}'") });
+    let storage = Storage::of(&recipe, request.profile)?;
     let target = Target { out: request.out, force: request.force };
     let files = request.graphs.iter().map(|(_, path)| path.as_path());
     target.check(&files.chain([request.tokenizer]).collect::<Vec<_>>())?;
-    let mut graphs = Vec::new();
-    for (role, model) in components(request.graphs)? {
-        for (role, mut model) in rewritten(role, model)? {
-            adapt(&mut model, role, &[]).map_err(|e| ExportError::Incomplete(Box::new(e)))?;
-            graphs.push((role, model));
-        }
-    }
     let settings = settings(&recipe, request.tokenizer)?;
+    let mut graphs = Vec::new();
+    for (role, mut model) in components(request.graphs)? {
+        rewrite(role, &mut model, &storage, settings.text_length)?;
+        adapt(&mut model, role, &[]).map_err(|e| ExportError::Incomplete(Box::new(e)))?;
+        graphs.push((role, model));
+    }
     let described: Vec<_> = graphs.iter().map(|(role, model)| (*role, model)).collect();
     let parameters = describe(&described, &settings).map_err(|e| ExportError::Incomplete(Box::new(e)))?;
     let profile = profile_of(graphs.iter().map(|(_, model)| model)).to_owned();
@@ -99,10 +115,56 @@ pub fn import(
     Ok(ExportSummary { manifest, bytes })
 }
 
-/// The graphs that take a component's place in the bundle. This is where passes rewrite it: one graph may become several
-/// stages of the decoder, whose inputs and outputs have the names of [`Role`]'s contracts.
-fn rewritten(role: Role, model: Model) -> Result<Vec<(Role, Model)>, ExportError> {
-    Ok(vec![(role, model)])
+/// How weights are to be stored.
+struct Storage<'a> {
+    /// Sequences of passes for components of linear layers, and for the decoder.
+    linears: &'static [&'static str],
+    decoder: &'static [&'static str],
+    /// The recipe's say about linear layers.
+    precision: Option<&'a Precision>,
+}
+
+impl<'a> Storage<'a> {
+    fn of(recipe: &'a Recipe, profile: Option<&str>) -> Result<Storage<'a>, ExportError> {
+        let Some(name) = profile else {
+            return Ok(Storage { linears: UNCHANGED, decoder: UNCHANGED, precision: None });
+        };
+        let row = PROFILES.iter().find(|row| row.0 == name);
+        let (_, linears, decoder) = row.ok_or_else(|| ExportError::NoProfile { name: name.to_owned() })?;
+        Ok(Storage { linears, decoder, precision: Some(recipe.profile(name)?) })
+    }
+}
+
+/// Makes a graph lean and fit for WebGPU, and stores its weights as the recipe's profile says.
+fn rewrite(
+    role: Role,
+    model: &mut Model,
+    storage: &Storage<'_>,
+    text_length: usize,
+) -> Result<(), ExportError> {
+    let failed = |source| ExportError::Rewrite { role, source: Box::new(source) };
+    let sequences = if role == Role::Decoder { storage.decoder } else { storage.linears };
+    let linears = storage.precision.map(|precision| linears_of(&precision.component(role.component())));
+    let text_seq = Some(("text_seq".to_owned(), text_length));
+    let is_open = |(name, _): &(String, usize)| symbols(&model.graph).contains(name.as_str());
+    let sizes = text_seq.into_iter().filter(is_open).collect();
+    let settings = passes::Settings { sizes, linears: linears.unwrap_or_default(), ..Default::default() };
+    let passes = passes::sequences(sequences).map_err(failed)?;
+    passes::apply(model, &passes, &settings).map_err(failed)?;
+    Ok(())
+}
+
+/// Weights for which a recipe has a rule of its own stay in 16 bits. Its patterns are for the checkpoint's names, which
+/// exporters keep as a part of theirs.
+fn linears_of(precision: &Precision) -> Linears {
+    let patterns = precision.rules.iter().map(|rule| rule.pattern.trim_start_matches('^'));
+    Linears {
+        block: precision.block,
+        symmetric: precision.symmetric,
+        accuracy_level: precision.accuracy_level,
+        include: Vec::new(),
+        exclude: patterns.filter_map(|pattern| Regex::new(pattern).ok()).collect(),
+    }
 }
 
 /// Reads the graphs and finds out which part each is: text encoder, transformer, decoder.

@@ -16,6 +16,7 @@ use crate::{
         flux2::imported::contract::{ContractError, Role},
     },
     onnx::{ReadError, WriteError},
+    passes::PassError,
     recipe::{Chosen, Recipe, RecipeError},
 };
 
@@ -59,6 +60,10 @@ pub enum ExportError {
     Contract { path: PathBuf, source: Box<ContractError> },
     #[error("the graphs do not make a model: {0}")]
     Incomplete(Box<ContractError>),
+    #[error("profile '{name}': graphs can be stored as f32, f16, q8 or q4")]
+    NoProfile { name: String },
+    #[error("{role}: {source}")]
+    Rewrite { role: Role, source: Box<PassError> },
     #[error(
         "{}: its inputs ({inputs}) are those of no text encoder, transformer or image decoder; say which it is, for example --transformer {}",
         path.display(), path.display()

@@ -52,6 +52,7 @@ mod to_f16;
 mod tree_concat;
 mod view;
 
+pub use bind_sizes::symbols;
 pub use decompose_attention::{MAX_SLICES, MultiHead, Written};
 pub use facts::Facts;
 pub use outcome::{Outcome, Refusal};
@@ -210,6 +211,19 @@ pub fn pass(name: &str) -> Result<&'static Pass, PassError> {
         .copied()
         .find(|pass| pass.name == name)
         .ok_or_else(|| PassError::UnknownPass(name.to_owned()))
+}
+
+/// The passes of several sequences, each pass where it is first: sequences share their beginnings.
+pub fn sequences(names: &[&str]) -> Result<Vec<&'static Pass>, PassError> {
+    let mut passes: Vec<&'static Pass> = Vec::new();
+    for name in names {
+        for pass in sequence(name)? {
+            if passes.iter().all(|seen| seen.name != pass.name) {
+                passes.push(pass);
+            }
+        }
+    }
+    Ok(passes)
 }
 
 /// The passes of the sequence of that name.
