@@ -99,7 +99,7 @@ struct SplitArguments {
     /// Cut behind what this value depends on; may be repeated
     #[arg(long, value_name = "VALUE")]
     at: Vec<String>,
-    /// Cut so that weights and live values of a part take no more, for example 512MiB
+    /// Cut so that no part takes more: weights and live values, or with split_vae what WebGPU is predicted to take
     #[arg(long, value_name = "SIZE", conflicts_with = "at")]
     max_bytes: Option<ByteSize>,
     /// A size of the graph, which stays open, to count bytes for; may be repeated

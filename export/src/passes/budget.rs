@@ -20,7 +20,7 @@ use crate::{
 const UNKNOWN: &str = "its size is not known";
 const TOO_LARGE: &str = "the node alone takes more than the budget";
 const NO_CUT: &str = "the budget asks for a cut where none can be";
-pub const FITS: &str = "the whole keeps to the budget";
+const FITS: &str = "the whole keeps to the budget";
 
 /// Fails if an open dimension has no size.
 pub fn check_sizes(graph: &Graph, sizes: &Sizes) -> Result<(), PassError> {
@@ -104,8 +104,8 @@ impl<'a> Costs<'a> {
         Ok(costs)
     }
 
-    /// The cuts: each is the node behind which it comes, by its place among the steps. `allowed` says where one may be.
-    pub fn cuts(&self, budget: u64, allowed: impl Fn(NodeId) -> bool) -> Result<Vec<NodeId>, Refusal> {
+    /// The nodes behind which the cuts come.
+    pub fn cuts(&self, budget: u64) -> Result<Vec<NodeId>, Refusal> {
         let end = self.steps.len();
         if self.reach(0, budget).last() == Some(end) {
             return Err(Refusal { place: self.view.graph.name.clone(), why: FITS.into() });
@@ -116,9 +116,7 @@ impl<'a> Costs<'a> {
         best[0] = Some((0, 0, 0));
         for start in 0..end {
             let Some((parts, crossed, _)) = best[start] else { continue };
-            for stop in
-                self.reach(start, budget).filter(|stop| *stop == end || allowed(self.steps[stop - 1].node))
-            {
+            for stop in self.reach(start, budget) {
                 let Some(bytes) = crossing[stop] else { continue };
                 let found = (parts + 1, crossed.saturating_add(bytes), start);
                 if best[stop].is_none_or(|old| (found.0, found.1) < (old.0, old.1)) {

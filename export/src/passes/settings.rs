@@ -19,7 +19,8 @@ pub struct Settings {
 pub struct Splitting {
     /// Names of values: a cut comes behind what each of them depends on.
     pub at: Vec<String>,
-    /// Bytes of weights and live values that no part exceeds.
+    /// Bytes that no part exceeds: of weights and live values in general, of what WebGPU is predicted to take for stages of
+    /// an image decoder.
     pub max_bytes: Option<u64>,
     /// Sizes of named dimensions for which bytes are counted. They stay open.
     pub sizes: Sizes,

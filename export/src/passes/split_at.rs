@@ -33,8 +33,7 @@ fn run(model: &Model, settings: &Settings) -> Parts {
     let groups = match (&settings.split.at[..], settings.split.max_bytes) {
         ([], None) => return Err(PassError::NoCut),
         ([], Some(budget)) => {
-            let cuts =
-                Costs::of(&view, &settings.split.sizes)?.and_then(|costs| costs.cuts(budget, |_| true));
+            let cuts = Costs::of(&view, &settings.split.sizes)?.and_then(|costs| costs.cuts(budget));
             match cuts {
                 Ok(cuts) => before_nodes(&view, &cuts),
                 Err(refusal) => {

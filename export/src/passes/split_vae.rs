@@ -10,13 +10,14 @@
 //! never exist together. An encoder has the same stages; its input and output keep their names.
 //!
 //! Refused: graphs with no attention or several, several heads, a mask or anything else between scores and Softmax, rows
-//! that are not the pixels of what the attention is added to, and graphs of which more crosses the attention.
+//! that are not the pixels of what the attention is added to, and graphs of which more crosses the attention or a cut; a budget that no cuts keep. It counts what WebGPU is predicted to
+//! take for a stage after the attention.
 
 use std::collections::{HashMap, HashSet};
 
 use super::{
     Outcome, Part, Parts, Pass, PassError, Refusal, Settings, Split, Splitting, View, apply,
-    budget::{Costs, FITS, check_sizes},
+    budget::check_sizes,
     drop_dead,
     part::{ancestors, parts},
     pass,
@@ -25,8 +26,10 @@ use super::{
     split_at::{cut_behind, live},
 };
 use crate::{
+    device::{DeviceProfile, Provider},
+    memory::{PENDING_DISPATCHES, analyse},
     onnx::{Attribute, Builder, DType, Dim, Graph, Model, Node, NodeId, ValueId, ValueType},
-    shapes::{Sizes, infer},
+    shapes::{Shapes, Sizes, infer},
 };
 
 pub const SPLIT: Split = Split {
@@ -38,7 +41,14 @@ pub const SPLIT: Split = Split {
 
 const CROSSING: &str = "more than the attention and what it is added to goes on behind it";
 const NO_LEVEL: &str = "it has no such up block to cut before";
+const TOO_LARGE: &str = "no cuts behind up blocks keep it to the budget";
 const TWICE: &str = "more than one value goes on behind an up block";
+
+/// Stages after the attention are this and a number from 0.
+const POST_STAGE: &str = "vae_post";
+
+/// Up blocks among which cuts are looked for.
+const MAX_LEVELS: usize = 6;
 
 fn run(model: &Model, settings: &Settings) -> Parts {
     let mut outcome = Outcome::default();
@@ -90,7 +100,7 @@ fn stages(prepared: &Prepared, splitting: &Splitting) -> Result<Result<Vec<Part>
     tidy(&mut pre)?;
     tidy(&mut post)?;
     let sizes = middle.sizes(&infer(&model, &splitting.sizes, &Default::default()).shape(prepared.residual));
-    let posts = match posts(&post, splitting, &sizes)? {
+    let posts = match posts(&post, splitting, &sizes) {
         Ok(posts) => posts,
         Err(refusal) => return Ok(Err(refusal)),
     };
@@ -307,25 +317,15 @@ fn tidy(model: &mut Model) -> Result<(), PassError> {
 }
 
 /// What follows the attention, in stages that begin before up blocks.
-fn posts(
-    model: &Model,
-    splitting: &Splitting,
-    sizes: &Sizes,
-) -> Result<Result<Vec<Part>, Refusal>, PassError> {
+fn posts(model: &Model, splitting: &Splitting, sizes: &Sizes) -> Result<Vec<Part>, Refusal> {
     let view = View::of(model);
     let ends = up_blocks(&view);
-    let levels = match levels(&view, &ends, splitting, sizes)? {
-        Ok(levels) => levels,
-        Err(refusal) => return Ok(Err(refusal)),
-    };
+    let levels = levels(&view, &ends, splitting, sizes)?;
     let groups: Vec<HashSet<NodeId>> = levels.iter().map(|level| ancestors(&view, ends[*level])).collect();
-    let mut parts = match cut_behind(&view, &groups, |index| format!("vae_post{index}")) {
-        Ok(parts) => parts,
-        Err(refusal) => return Ok(Err(refusal)),
-    };
+    let mut parts = cut_behind(&view, &groups, |index| format!("{POST_STAGE}{index}"))?;
     let single = |(part, level): (&Part, &usize)| part.model.graph.inputs == [ends[*level]];
     if !parts[1..].iter().zip(&levels).all(single) {
-        return Ok(Err(whole(view.graph, TWICE)));
+        return Err(whole(view.graph, TWICE));
     }
     for (index, level) in levels.iter().enumerate() {
         let channels = view.facts().dim(ends[*level], 1);
@@ -336,7 +336,7 @@ fn posts(
             label(&mut part.model.graph, ends[*level], &format!("vae_up{level}"), dims.clone());
         }
     }
-    Ok(Ok(parts))
+    Ok(parts)
 }
 
 /// What each up block but the last gives: the convolution behind its upsampling.
@@ -361,25 +361,60 @@ fn levels(
     ends: &[ValueId],
     splitting: &Splitting,
     sizes: &Sizes,
-) -> Result<Result<Vec<usize>, Refusal>, PassError> {
+) -> Result<Vec<usize>, Refusal> {
     let mut levels = Vec::new();
     for cut in &splitting.cuts {
         match cut.checked_sub(1).filter(|level| *level < ends.len()) {
             Some(level) => levels.push(level),
             None => {
-                return Ok(Err(Refusal { place: format!("up block {cut}"), why: NO_LEVEL.into() }));
+                return Err(Refusal { place: format!("up block {cut}"), why: NO_LEVEL.into() });
             }
         }
     }
     levels.sort_unstable();
     levels.dedup();
-    let Some(budget) = splitting.max_bytes.filter(|_| levels.is_empty()) else { return Ok(Ok(levels)) };
-    let level =
-        |id: NodeId| ends.iter().position(|end| view.producer(*end).is_some_and(|(made, _)| made == id));
-    let cuts = Costs::of(view, sizes)?.and_then(|costs| costs.cuts(budget, |id| level(id).is_some()));
-    Ok(match cuts {
-        Ok(cuts) => Ok(cuts.into_iter().filter_map(level).collect()),
-        Err(refusal) if refusal.why == FITS => Ok(Vec::new()),
-        Err(refusal) => Err(refusal),
-    })
+    let Some(budget) = splitting.max_bytes.filter(|_| levels.is_empty()) else { return Ok(levels) };
+    let count = ends.len().min(MAX_LEVELS);
+    let mut choices: Vec<Vec<usize>> = (0..1usize << count)
+        .map(|chosen| (0..count).filter(|level| chosen >> level & 1 == 1).collect())
+        .collect();
+    choices.sort_by_key(Vec::len);
+    let shapes = infer(view.model, sizes, &Default::default());
+    for levels in choices {
+        if taken(view, ends, &levels, sizes, &shapes)? <= budget {
+            return Ok(levels);
+        }
+    }
+    Err(whole(view.graph, TOO_LARGE))
+}
+
+/// Bytes that WebGPU is predicted to take for the largest of the parts that these cuts give.
+fn taken(
+    view: &View<'_>,
+    ends: &[ValueId],
+    levels: &[usize],
+    sizes: &Sizes,
+    shapes: &Shapes,
+) -> Result<u64, Refusal> {
+    let groups: Vec<HashSet<NodeId>> = levels.iter().map(|level| ancestors(view, ends[*level])).collect();
+    let device = DeviceProfile { provider: Provider::WebGpu, ..DeviceProfile::cpu(u64::MAX) };
+    let mut most = 0;
+    for part in cut_behind(view, &groups, |index| format!("{POST_STAGE}{index}"))? {
+        let graph = &part.model.graph;
+        let mut sizes = sizes.clone();
+        for id in &graph.inputs {
+            if let (Some(ValueType::Tensor { shape: Some(dims), .. }), Some(shape)) =
+                (&graph[*id].ty, shapes.shape(*id))
+            {
+                let named = dims.iter().zip(shape).filter_map(|(dim, size)| match dim {
+                    Dim::Symbol(name) => Some((name.clone(), size)),
+                    _ => None,
+                });
+                sizes.extend(named);
+            }
+        }
+        let (memory, _) = analyse(&part.model, &sizes, &device, PENDING_DISPATCHES);
+        most = most.max(memory.predicted.device);
+    }
+    Ok(most)
 }
