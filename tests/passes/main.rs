@@ -5,6 +5,7 @@ mod foreign;
 #[path = "../runtime_support/mod.rs"]
 mod runtime_support;
 mod same;
+mod staged;
 mod written;
 
 mod bind_sizes;
@@ -33,5 +34,7 @@ mod merge_slices;
 mod models;
 mod quantize_matmul;
 mod remove_nan_guard;
+mod split_at;
+mod split_vae;
 mod to_f16;
 mod tree_concat;
