@@ -205,6 +205,23 @@ fn the_rows_of_attention_follow_from_recorded_shapes() {
     assert!(error.contains("the number of query rows does not follow"), "{error}");
 }
 
+/// Where no shape is recorded, as in graphs of other exporters, the rows follow from what makes q; a mask is sliced, too.
+#[test]
+fn the_rows_of_masked_attention_follow_from_the_graph() {
+    let (mut net, mut feeds) = cases::attention(DType::F32, 6, 2, 8);
+    net.node("Neg", &["q"], "nq", &[]).node("Neg", &["k"], "nk", &[]).x("bias", &[1, 1, 6, 6]);
+    feeds.push(("bias".to_owned(), HostTensor::f32(&[1, 1, 6, 6], noise(5, 36))));
+    net.node("ms.MultiHeadAttention", &["nq", "nk", "v", "", "", "bias"], "z", &[("num_heads", int(2))]);
+    let mut model = net.model(&["z"]);
+    let expected = run(&mut cpu(), &model, &feeds, &["z"]).unwrap();
+    let unfit = DeviceProfile { fused_attention: false, ..cpu().device().profile() };
+    // 2 heads x 6 keys x 4 bytes for each of 6 rows: 2 rows in 96 bytes.
+    let lowered = lower_within(&mut model, &unfit, &BTreeMap::new(), &[], 96).unwrap();
+    assert_eq!(lowered.attention.last().unwrap().chunks, Some(3));
+    let found = run(&mut cpu(), &model, &feeds, &["z"]).unwrap();
+    assert!(relative_error(&found[0].to_f32(), &expected[0].to_f32()) <= 1e-6);
+}
+
 /// Weights in a file beside the model, and behind a link as in a Hub cache:
 /// https://github.com/microsoft/onnxruntime/issues/27353
 #[test]

@@ -1,7 +1,7 @@
 //! `viaduct rewrite`
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fmt, fs,
     path::{Path, PathBuf},
     time::Instant,
@@ -143,6 +143,9 @@ fn chosen(arguments: &Arguments) -> anyhow::Result<Vec<&'static Pass>> {
     for name in &arguments.pass {
         passes.push(pass(name)?);
     }
+    // Sequences share their beginnings.
+    let mut seen = BTreeSet::new();
+    passes.retain(|pass| seen.insert(pass.name));
     if passes.is_empty() {
         let names: Vec<&str> = SEQUENCES.iter().map(|sequence| sequence.name).collect();
         let message = format!("nothing to do: --passes {} or --pass NAME (see --list)", names.join("|"));
@@ -240,16 +243,22 @@ fn list(as_json: bool) -> String {
             .collect();
         let sequences: BTreeMap<&str, _> = SEQUENCES
             .iter()
-            .map(|sequence| (sequence.name, json!({ "what": sequence.what, "passes": sequence.passes })))
+            .map(|sequence| {
+                (
+                    sequence.name,
+                    json!({ "what": sequence.what, "after": sequence.after, "passes": sequence.passes }),
+                )
+            })
             .collect();
         return format!("{}\n", json!({ "passes": passes, "sequences": sequences }));
     }
     let mut text = "Sequences (--passes NAME):\n".to_owned();
     for sequence in SEQUENCES {
         text.push_str(&format!(
-            "  {}: {}\n      {}\n",
+            "  {}: {}\n      {}{}\n",
             sequence.name,
             sequence.what,
+            sequence.after.map_or(String::new(), |name| format!("{name}, then ")),
             sequence.passes.join(", ")
         ));
     }

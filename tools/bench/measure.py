@@ -27,6 +27,7 @@ class Finished:
     code: int
     seconds: float
     peak_mb: float
+    cpu_seconds: float
     stdout: str = ""
     stderr: str = ""
 
@@ -40,7 +41,7 @@ def main() -> None:
     if arguments.cold:
         drop_from_page_cache(arguments.cold)
     finished = wait(subprocess.Popen(arguments.command))
-    print(f"{finished.seconds:.1f} s, peak {finished.peak_mb:.0f} MB")
+    print(f"{finished.seconds:.1f} s, CPU {finished.cpu_seconds:.1f} s, peak {finished.peak_mb:.0f} MB")
     if finished.code == 0 and arguments.below_mb is not None and finished.peak_mb >= arguments.below_mb:
         print(f"error: the peak is not below {arguments.below_mb:.0f} MB", file=sys.stderr)
         sys.exit(BAR_MISSED)
@@ -87,7 +88,7 @@ def wait(child: subprocess.Popen) -> Finished:
     _, status, usage = os.wait4(child.pid, 0)
     seconds = time.monotonic() - started
     child.returncode = os.waitstatus_to_exitcode(status)
-    return Finished(child.returncode, seconds, round(usage.ru_maxrss * 1024 / MB, 1))
+    return Finished(child.returncode, seconds, round(usage.ru_maxrss * 1024 / MB, 1), usage.ru_utime + usage.ru_stime)
 
 
 if __name__ == "__main__":
