@@ -674,16 +674,12 @@ fn twin(d: &mut Draft) -> Option<()> {
 /// An If both of whose branches use a value from outside.
 fn branch(d: &mut Draft) -> Option<()> {
     let x = d.float()?;
-    let holds = if d.choices.one_in(3) {
-        {
-            let holds = d.choices.below(2) as u8;
-            d.constant(Tensor::inline(DType::Bool, &[], vec![holds]))
-        }
-    } else {
-        let size = d.pick(|v| v.ints.is_some() && v.rank() == 0)?;
-        let two = d.int(2);
-        d.one("Equal", &[&size.name, &two], &[], DType::Bool, Vec::new())?.name
-    };
+    // Constant conditions are not for ONNX Runtime: it loses the values that the bodies use.
+    let open =
+        |v: &Value| v.rank() == 0 && v.ints.as_ref().is_some_and(|n| n[0].iter().any(|i| *i != n[0][0]));
+    let size = d.pick(open)?;
+    let two = d.int(2);
+    let holds = d.one("Equal", &[&size.name, &two], &[], DType::Bool, Vec::new())?.name;
     let weight = d.weight(x.dtype, &[]);
     let ops = ["Relu", "Neg"];
     let bodies: Vec<Attribute> =
