@@ -128,6 +128,8 @@ impl Runtime {
             // and 2.8 with 1, in the same time; a transformer step 5.1, 4.1 and 3.5 GiB in 193, 195 and 200 ms.
             let option = |key: &str, value: &str| (format!("{}.{key}", env::WEBGPU), value.to_owned());
             let options = [
+                // Without it a Cast of token masks runs on the CPU.
+                option("enableInt64", "1"),
                 option("storageBufferCacheMode", "simple"),
                 option("maxNumPendingDispatches", &model.pending_dispatches.to_string()),
             ];

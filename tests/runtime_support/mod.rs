@@ -17,7 +17,7 @@ use viaduct_export::{
     onnx::{Attribute, DType, Dim, Graph, Model, Node, Tensor, ValueType, model_bytes},
 };
 
-pub use webgpu::webgpu;
+pub use webgpu::{WebGpu, webgpu};
 
 /// A graph under construction; values are known by name.
 pub struct Net {

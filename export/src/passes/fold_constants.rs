@@ -71,13 +71,16 @@ fn place(view: &View<'_>, node: &Node) -> String {
     if node.name.is_empty() { output.unwrap_or_default() } else { node.name.clone() }
 }
 
-/// What the node's outputs are, or why they are not to become constants; `None` if they are none.
+/// What a node's outputs are, or why they are not to become constants.
+type Becomes = Result<Constants, &'static str>;
+
+/// What becomes of the node's outputs; `None` if they are no constants.
 fn fold(
     view: &View<'_>,
     constants: &mut ConstantNodes<'_>,
     id: NodeId,
     node: &Node,
-) -> Result<Option<Result<Constants, &'static str>>, PassError> {
+) -> Result<Option<Becomes>, PassError> {
     let Some(first) = node.outputs.iter().flatten().next() else { return Ok(None) };
     if node.is("Constant") {
         return Ok(Some(constant(node).map(|tensor| vec![(*first, tensor)]).ok_or(OTHER_FORM)));

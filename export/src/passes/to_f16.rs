@@ -1,7 +1,7 @@
 //! Computes in f16 what can be, and stores weights in f16.
 //!
 //! Before: a graph in f32. After: the operators of [`HALVED`] read and give f16; norms, powers, roots, exponentials, sines
-//! and what leads to nothing but them stay f32, with a Cast on the way. Graph inputs and outputs keep their types. Weights
+//! and what leads to nothing but them stay f32, with a Cast on the way. So does all that leads to angles alone. Graph inputs and outputs keep their types. Weights
 //! are cast when they are written. Small constants beyond f16's range (masks of -3.4e38) are limited to it; infinities
 //! stay.
 //!
@@ -144,12 +144,16 @@ fn run(model: &mut Model, _: &Settings) -> Result<Outcome, PassError> {
 fn halved(view: &View<'_>, types: &HashMap<ValueId, DType>, outcome: &mut Outcome) -> HashSet<NodeId> {
     let is_f32 = |value: &ValueId| types.get(value) == Some(&DType::F32);
     let nodes: Vec<(NodeId, &Node)> = view.graph.nodes().collect();
-    let mut halved = HashSet::new();
+    let (mut halved, mut angles) = (HashSet::new(), HashSet::new());
     for (id, node) in nodes.into_iter().rev() {
         if !node.outputs.iter().flatten().any(is_f32) {
             continue;
         }
         let op = node.op_type.as_str();
+        if is_angle(view, node, &angles) {
+            angles.insert(id);
+            continue;
+        }
         let plain = PLAIN.contains(&op);
         if !plain && !HALVED.contains(&op) {
             if !FULL.contains(&op) && op != "ConstantOfShape" {
@@ -170,6 +174,18 @@ fn halved(view: &View<'_>, types: &HashMap<ValueId, DType>, outcome: &mut Outcom
         }
     }
     halved
+}
+
+/// Whether a node leads to nothing but sines and cosines, whose angles f16 cannot tell apart.
+fn is_angle(view: &View<'_>, node: &Node, angles: &HashSet<NodeId>) -> bool {
+    let takes_angles = |user: &NodeId| {
+        let user_node = &view.graph[*user];
+        user_node.is("Sin") || user_node.is("Cos") || angles.contains(user)
+    };
+    node.outputs.iter().flatten().all(|output| {
+        let users = view.uses(*output);
+        !users.is_empty() && users.iter().all(takes_angles) && !view.graph.outputs.contains(output)
+    })
 }
 
 fn is_integer(dtype: DType) -> bool {
