@@ -188,12 +188,12 @@ fn many_seeds() {
         chosen.for_each(|(kind, strategy, _)| fuzzer.run(kind, &strategy, seed));
         return fuzzer.finish();
     }
-    let minutes = number("VIADUCT_FUZZ_MINUTES").unwrap_or(10);
+    let limit = Duration::from_secs(number("VIADUCT_FUZZ_SECONDS").unwrap_or(600));
     let start = Instant::now();
     // Behind the seeds that every test run tries, and elsewhere on every day.
     let day = std::time::UNIX_EPOCH.elapsed().map_or(0, |now| now.as_secs() / 86_400);
     let mut seed = number("VIADUCT_FUZZ_START").unwrap_or(1_000_000 * day);
-    while start.elapsed() < Duration::from_secs(60 * minutes) && fuzzer.failures.len() < MAX_FAILURES {
+    while start.elapsed() < limit && fuzzer.failures.len() < MAX_FAILURES {
         for (kind, strategy, part) in kinds() {
             (0..part).step_by(20).for_each(|i| fuzzer.run(kind, &strategy, seed + i));
         }
