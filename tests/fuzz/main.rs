@@ -102,6 +102,7 @@ impl Fuzzer {
         let case = tree.current();
         // Should the process die, this tells of what.
         let _ = fs::write(failures_folder().join("running"), format!("{kind} seed {seed}\n{case:?}\n"));
+        let _ = fs::write(failures_folder().join("running.onnx"), case.trial(&self.corpus).bytes);
         match self.try_case(&case) {
             Ok(seen) => *self.seen.entry((kind, seen)).or_default() += 1,
             Err(problem) => self.keep(kind, seed, &mut *tree, problem),
@@ -147,11 +148,14 @@ impl Fuzzer {
     }
 
     fn finish(self) {
-        let _ = fs::remove_file(failures_folder().join("running"));
+        ["running", "running.onnx"].map(|name| fs::remove_file(failures_folder().join(name)).ok());
         let cases: u64 = self.seen.values().sum();
         println!("{cases} cases passed:");
         for ((kind, seen), count) in &self.seen {
             println!("  {count:8} {kind}: {seen:?}");
+        }
+        for (name, count) in &self.checker.applied {
+            println!("  {count:8} models rewritten by {name}");
         }
         let failures: Vec<String> = self.failures.into_values().collect();
         assert!(failures.is_empty(), "{} kinds of failures:\n{}", failures.len(), failures.join("\n"));

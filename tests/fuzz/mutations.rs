@@ -282,6 +282,10 @@ fn apply(change: Change, model: &mut ModelProto, [a, b, c]: [usize; 3]) -> Optio
             } else {
                 nth(&mut node.input, c)?.clear();
             }
+            // ONNX Runtime dies of a LayerNormalization whose last operand is an empty name.
+            while node.input.last().is_some_and(String::is_empty) {
+                node.input.pop();
+            }
         }
         OnEdge => {
             let at = a % graph.node.len().max(1);

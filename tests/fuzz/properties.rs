@@ -68,13 +68,15 @@ const BAR_F16: f32 = 1e-2;
 
 pub struct Checker {
     runtime: Runtime,
+    /// In how many models a pass alone found something to do.
+    pub applied: BTreeMap<&'static str, u64>,
 }
 
 type Outputs = Vec<HostTensor>;
 
 impl Checker {
     pub fn new() -> Checker {
-        Checker { runtime: cpu() }
+        Checker { runtime: cpu(), applied: BTreeMap::new() }
     }
 
     pub fn runs(&mut self, trial: &Trial) -> Result<(), String> {
@@ -84,7 +86,7 @@ impl Checker {
 
     pub fn check(&mut self, trial: &Trial) -> Result<Seen, String> {
         let Ok(model) = read(&trial.bytes) else { return Ok(Seen::Refused) };
-        let written = written(&model, "the model as it is")?;
+        written(&model, "the model as it is")?;
         let before = match trial.depth {
             Depth::Numbers => self.outputs(&model, &trial.sizes, 0.0).ok(),
             Depth::Structure => None,
@@ -92,17 +94,15 @@ impl Checker {
         let conflicts: Vec<usize> = trial.sizes.iter().map(|sizes| conflicts(&model, sizes)).collect();
         for list in lists() {
             let settings = Settings { attention: list.attention, ..Settings::default() };
-            let after = rewritten(&model, &list, &settings)?;
-            let Some(after) = after else { continue };
+            let Some(after) = rewritten(&model, &list, &settings)? else { continue };
+            *self.applied.entry(list.name).or_default() += 1;
             for (sizes, conflicts) in trial.sizes.iter().zip(&conflicts) {
                 if *conflicts == 0 && self::conflicts(&after, sizes) > 0 {
                     let found = infer(&after, sizes, &BTreeMap::new()).conflicts;
                     return Err(format!("{}: shapes contradict: {:?}", list.name, found[0]));
                 }
             }
-            if let Some(before) = &before
-                && self::written(&after, list.name)? != written
-            {
+            if let Some(before) = &before {
                 self.compare(&model, &after, &list, &trial.sizes, before)?;
             }
         }
@@ -137,6 +137,10 @@ impl Checker {
         before: &[Outputs],
     ) -> Result<(), String> {
         let outputs = self.outputs(after, sizes, 0.0);
+        // Casts that ONNX Runtime's CPU provider puts around f16 and then loses.
+        if outputs.as_ref().is_err_and(|problem| problem.contains("'InsertedPrecisionFreeCast")) {
+            return Ok(());
+        }
         let outputs = outputs.map_err(|problem| format!("{}: does not run: {problem}", list.name))?;
         if !list.compared {
             return Ok(());
@@ -217,20 +221,28 @@ fn lists() -> Vec<List> {
     alone.chain(sequences).chain(written).collect()
 }
 
-/// The model after the passes; nothing if they give an error that is no fault of theirs.
+/// The model after the passes; nothing if they do nothing, or give an error that is no fault of theirs.
 fn rewritten(model: &Model, list: &List, settings: &Settings) -> Result<Option<Model>, String> {
     let name = list.name;
     let start = Instant::now();
     let mut after = model.clone();
-    match apply(&mut after, &list.passes, settings) {
-        Ok(_) => {}
+    let reports = match apply(&mut after, &list.passes, settings) {
+        Ok(reports) => reports,
         Err(error @ (PassError::Invalid { .. } | PassError::Unsettled { .. })) => {
             return Err(format!("{name}: {error}"));
         }
         Err(_) => return Ok(None),
-    }
+    };
     if start.elapsed() > MAX_TIME {
         return Err(format!("{name}: took {:?}", start.elapsed()));
+    }
+    if reports.iter().all(|report| report.applied == 0) {
+        let [before, after] = [model, &after].map(|model| model_bytes(model).map_err(|e| e.to_string()));
+        return if before == after {
+            Ok(None)
+        } else {
+            Err(format!("{name}: changed what it did not apply to"))
+        };
     }
     after.graph.validate().map_err(|error| format!("{name}: invalid: {error}"))?;
     let interface = |model: &Model| {

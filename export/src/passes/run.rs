@@ -1,9 +1,9 @@
 //! Runs passes, again until nothing changes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use super::{Outcome, Pass, Refusal, Settings, bind_sizes, drop_dead};
-use crate::onnx::{ComputeError, GraphError, Model};
+use crate::onnx::{ComputeError, Graph, GraphError, Model, NodeId};
 
 /// Rounds over a list of passes. What one pass makes possible for an earlier one is done in the next round; graphs in the
 /// wild settle after two or three.
@@ -72,12 +72,30 @@ pub fn apply(
     Err(PassError::Unsettled { passes })
 }
 
+/// Gives nodes of one name names of their own: ONNX Runtime refuses two of one name in some graphs.
+fn name_apart(graph: &mut Graph) {
+    let order: Vec<NodeId> = graph.nodes().map(|(id, _)| id).collect();
+    let mut taken: HashSet<String> = graph.nodes().map(|(_, node)| node.name.clone()).collect();
+    let mut seen = HashSet::new();
+    for id in order {
+        let name = &graph[id].name;
+        if name.is_empty() || seen.insert(name.clone()) {
+            continue;
+        }
+        let unique = (2..).map(|n| format!("{name}.{n}")).find(|name| !taken.contains(name));
+        let Some(unique) = unique else { continue };
+        taken.insert(unique.clone());
+        graph[id].name = unique;
+    }
+}
+
 fn run_one(model: &mut Model, pass: &'static Pass, settings: &Settings) -> Result<Outcome, PassError> {
     let outcome = (pass.run)(model, settings)?;
     if outcome.applied > 0 {
         // Since version 4 of the format, initializers need not be graph inputs.
         model.ir_version = model.ir_version.max(4);
         drop_dead::sweep(model);
+        name_apart(&mut model.graph);
         let invalid = |source| PassError::Invalid { pass: pass.name, source };
         model.graph.validate().map_err(invalid)?;
     }
