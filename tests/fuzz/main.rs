@@ -148,7 +148,7 @@ impl Fuzzer {
     }
 
     fn finish(self) {
-        ["running", "running.onnx"].map(|name| fs::remove_file(failures_folder().join(name)).ok());
+        let _ = ["running", "running.onnx"].map(|name| fs::remove_file(failures_folder().join(name)).ok());
         let cases: u64 = self.seen.values().sum();
         println!("{cases} cases passed:");
         for ((kind, seen), count) in &self.seen {

@@ -60,6 +60,7 @@ pub const OPERATORS: &[Operator] = &[
     folded,
     patterns::attention,
     patterns::attention,
+    patterns::fused_attention,
     patterns::rms_norm,
     patterns::layer_norm,
     patterns::group_norm,

@@ -242,6 +242,16 @@ pub fn group_norm(d: &mut Draft) -> Option<()> {
 
 pub fn silu(d: &mut Draft) -> Option<()> {
     let x = d.float()?;
+    if d.choices.one_in(2) {
+        let turned = d.same("Neg", &x, &[])?;
+        let power = d.same("Exp", &turned, &[])?;
+        let sum = scaled(d, "Add", &power, 1.0)?;
+        if d.choices.one_in(2) {
+            return binary_in_order(d, "Div", &x, &sum).map(drop);
+        }
+        let gate = d.same("Reciprocal", &sum, &[])?;
+        return binary(d, "Mul", &x, &gate).map(drop);
+    }
     let gate = d.same("Sigmoid", &x, &[])?;
     let by = if d.choices.one_in(5) { d.pick(|v| v.dtype == x.dtype && v.shape == x.shape)? } else { x };
     binary(d, "Mul", &by, &gate).map(drop)
@@ -267,7 +277,7 @@ pub fn rope(d: &mut Draft) -> Option<()> {
     })?;
     let (rows, size) = (fixed(&x.shape[2])?, fixed(&x.shape[3])?);
     let half = (size / 2) as i64;
-    let (cos, sin) = (d.weight(x.dtype, &[rows, size]), d.weight(x.dtype, &[rows, size]));
+    let (cos, sin) = (table(d, x.dtype, rows, size)?, table(d, x.dtype, rows, size)?);
     let first = slice_at(d, &x, 3, 0, half, 1)?;
     let second = slice_at(d, &x, 3, half, i64::MAX, 1)?;
     let (first, second) = if d.choices.one_in(6) { (second, first) } else { (first, second) };
@@ -276,6 +286,28 @@ pub fn rope(d: &mut Draft) -> Option<()> {
     let a = d.same_of("Mul", &[&x.name, &cos], &x)?;
     let b = d.same_of("Mul", &[&turned.name, &sin], &x)?;
     binary(d, "Add", &a, &b).map(drop)
+}
+
+/// A table of angles' sines or cosines, as a rule the same in both halves.
+fn table(d: &mut Draft, dtype: DType, rows: usize, size: usize) -> Option<String> {
+    if d.choices.one_in(6) {
+        return Some(d.weight(dtype, &[rows, size]));
+    }
+    let (name, shape) = (d.weight(dtype, &[rows, size / 2]), crate::draft::every(&[rows, size / 2]));
+    let half = Value { name, dtype, shape, ints: None };
+    Some(concat_of(d, &[half.clone(), half], 1)?.name)
+}
+
+/// com.microsoft MultiHeadAttention.
+pub fn fused_attention(d: &mut Draft) -> Option<()> {
+    let x = tokens(d).filter(|x| x.dtype == DType::F32)?;
+    let (q, k, v) = (linear(d, &x, 8)?, linear(d, &x, 8)?, linear(d, &x, 8)?);
+    let heads = d.choices.of_list(&[1, 2, 4]);
+    let mut attributes = vec![("num_heads", int(heads))];
+    if d.choices.one_in(2) {
+        attributes.push(("scale", Attribute::Float(0.3)));
+    }
+    d.one("ms.MultiHeadAttention", &[&q.name, &k.name, &v.name], &attributes, q.dtype, q.shape.clone()).map(drop)
 }
 
 pub fn gelu(d: &mut Draft) -> Option<()> {

@@ -34,4 +34,5 @@ mod models;
 mod quantize_matmul;
 mod remove_nan_guard;
 mod to_f16;
+mod single_output;
 mod tree_concat;

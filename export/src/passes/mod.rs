@@ -42,6 +42,7 @@ mod replacement;
 mod reshape_plan;
 mod run;
 mod settings;
+mod single_output;
 mod substitution;
 mod to_f16;
 mod tree_concat;

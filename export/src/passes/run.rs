@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use super::{Outcome, Pass, Refusal, Settings, bind_sizes, drop_dead};
+use super::{Outcome, Pass, Refusal, Settings, bind_sizes, drop_dead, single_output};
 use crate::onnx::{ComputeError, Graph, GraphError, Model, NodeId};
 
 /// Rounds over a list of passes. What one pass makes possible for an earlier one is done in the next round; graphs in the
@@ -22,6 +22,8 @@ pub enum PassError {
     Unsettled { passes: String },
     #[error("the constant '{tensor}': {source}")]
     Constant { tensor: String, source: ComputeError },
+    #[error("the node {node} has several outputs, but its operator has one")]
+    SeveralOutputs { node: String },
     #[error("the graph has no dimension '{name}' to bind; it has {known}")]
     UnknownSize { name: String, known: String },
 }
@@ -54,6 +56,9 @@ pub fn apply(
     settings: &Settings,
 ) -> Result<Vec<Report>, PassError> {
     bind_sizes::check(&model.graph, settings)?;
+    if let Some(id) = single_output::exceeded(&model.graph) {
+        return Err(PassError::SeveralOutputs { node: model.graph.label(id) });
+    }
     let mut reports: Vec<Report> =
         passes.iter().map(|pass| Report { pass, applied: 0, refused: Vec::new() }).collect();
     for _ in 0..MAX_ROUNDS {
