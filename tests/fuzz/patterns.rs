@@ -307,7 +307,8 @@ pub fn fused_attention(d: &mut Draft) -> Option<()> {
     if d.choices.one_in(2) {
         attributes.push(("scale", Attribute::Float(0.3)));
     }
-    d.one("ms.MultiHeadAttention", &[&q.name, &k.name, &v.name], &attributes, q.dtype, q.shape.clone()).map(drop)
+    d.one("ms.MultiHeadAttention", &[&q.name, &k.name, &v.name], &attributes, q.dtype, q.shape.clone())
+        .map(drop)
 }
 
 pub fn gelu(d: &mut Draft) -> Option<()> {

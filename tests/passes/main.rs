@@ -33,6 +33,6 @@ mod merge_slices;
 mod models;
 mod quantize_matmul;
 mod remove_nan_guard;
-mod to_f16;
 mod single_output;
+mod to_f16;
 mod tree_concat;

@@ -13,5 +13,8 @@ fn more_outputs_than_the_operator_has_are_an_error() {
     net.node("Gemm", &["x", "w"], "y more", &[("transB", int(1))]);
     let mut model = net.model(&["y", "more"]);
     let error = apply(&mut model, &[pass("quantize_matmul_q8").unwrap()], &Settings::default()).unwrap_err();
-    assert!(matches!(&error, PassError::SeveralOutputs { node } if node == "'Gemm_y more' (Gemm)"), "{error}");
+    assert!(
+        matches!(&error, PassError::SeveralOutputs { node } if node == "'Gemm_y more' (Gemm)"),
+        "{error}"
+    );
 }
