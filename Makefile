@@ -63,6 +63,10 @@ lint: cargo-deny ## Formatting, clippy, and the licences and sources of dependen
 test: setup python cargo-nextest ## Run all tests
 	cargo nextest run --workspace $(CARGO_ARGS)
 
+.PHONY: fuzz
+fuzz: setup ## Put generated graphs and broken files through reader, passes and writer (MINUTES=10)
+	tools/fuzz.sh $(or $(MINUTES),10)
+
 .PHONY: check-setup
 check-setup: ## Try `make setup` where it could go wrong: killed, corrupt files, no network, no permission
 	@tools/setup/check_provision.sh

@@ -1,11 +1,11 @@
 use viaduct_export::{
     onnx::{Attribute, DType, Dim, Tensor},
-    passes::{Settings, pass},
+    passes::{Settings, pass, sequence},
 };
 
 use crate::{
     runtime_support::{Net, int, ints, noise, tensor},
-    same::{Bar, one, rewrite},
+    same::{Bar, one, passes, rewrite},
 };
 
 /// `values` as a Constant node.
@@ -159,4 +159,22 @@ fn long_chains_of_constants_are_folded_in_one_piece() {
     let feeds = vec![("x".to_owned(), tensor(DType::F32, &[1], &[1.0]))];
     let after = one(&net.model(&["y"]), "fold_constants", &feeds, Bar::Exact);
     assert_eq!(after.operators().into_iter().collect::<Vec<_>>(), [("Mul", 1)]);
+}
+
+/// Whether a size is a certain number is not settled by some sizes that are not.
+#[test]
+fn sizes_are_not_compared_for_good() {
+    for (axis, number) in [(0, 2), (0, 1), (1, 1), (1, 200)] {
+        let mut net = Net::new(DType::F32);
+        net.input("x", DType::F32, &["rows", "columns"].map(|name| Dim::Symbol(name.to_owned())));
+        net.constant("axis", Tensor::from_i64(&[], &[axis]))
+            .constant("number", Tensor::from_i64(&[], &[number]));
+        net.node("Shape", &["x"], "shape", &[]).node("Gather", &["shape", "axis"], "size", &[]);
+        net.node("Equal", &["size", "number"], "same", &[]);
+        net.node("Cast", &["same"], "s", &[("to", int(1))]).node("Add", &["x", "s"], "y", &[]);
+        let shape = if axis == 0 { [number as usize, 3] } else { [3, number as usize] };
+        let feeds = vec![("x".to_owned(), tensor(DType::F32, &shape, &vec![0.0; shape[0] * shape[1]]))];
+        let list = sequence("lean").unwrap();
+        passes(&net.model(&["y"]), &list, &Settings::default(), &feeds, Bar::Exact);
+    }
 }

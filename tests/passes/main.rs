@@ -34,6 +34,7 @@ mod merge_slices;
 mod models;
 mod quantize_matmul;
 mod remove_nan_guard;
+mod single_output;
 mod split_at;
 mod split_vae;
 mod to_f16;

@@ -1,13 +1,13 @@
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use viaduct_export::{
-    onnx::{Attribute, DType, Graph, Model},
+    onnx::{Attribute, DType, Dim, Graph, Model},
     passes::{Settings, pass},
 };
 
 use crate::{
     runtime_support::{Feeds, Net, float, int, noise, string, tensor},
-    same::{Bar, Rewritten, one, rewrite},
+    same::{Bar, Rewritten, one, passes, rewrite},
 };
 
 fn f16(model: &Model, feeds: &Feeds) -> Rewritten {
@@ -134,4 +134,32 @@ fn refusals() {
     let after = rewrite(&net.model(&["y"]), &passes, &Settings::default());
     let why = "nodes have bodies, whose types would have to follow".to_owned();
     assert_eq!(after.refusals().into_iter().collect::<Vec<_>>(), [(why, 1)]);
+}
+
+/// `other` has as many rows as `x` for some sizes only, so that nothing is known about their product.
+#[test]
+fn operands_of_unknown_type() {
+    let mut net = Net::new(DType::F32);
+    let rows = |name: &str| [Dim::Symbol(name.to_owned()), Dim::Fixed(4)];
+    net.input("x", DType::F32, &rows("rows")).input("other", DType::F32, &rows("other rows"));
+    net.node("Mul", &["x", "other"], "m", &[]).node("Add", &["m", "x"], "y", &[]);
+    let feeds = ["x", "other"].map(|name| (name.to_owned(), tensor(DType::F32, &[3, 4], &noise(1, 12))));
+    let after = one(&net.model(&["y"]), "to_f16", &feeds.to_vec(), Bar::Exact);
+    assert_eq!(after.applied(), 0);
+    assert_eq!(after.refusals(), [("the types of its operands are not known".to_owned(), 1)].into());
+}
+
+/// The second part of a Split and the Cast behind it would both be named `y`.
+#[test]
+fn nodes_have_names_of_their_own() {
+    let mut net = Net::new(DType::F32);
+    net.x("x", &[2, 12]);
+    let parts: Vec<String> = (0..12).map(|at| format!("part{at}")).collect();
+    net.node("Split", &["x"], &parts.join(" "), &[("axis", int(1)), ("num_outputs", int(12))]);
+    let outputs: Vec<&str> = parts.iter().map(String::as_str).collect();
+    let list = ["tree_concat", "to_f16"].map(|name| pass(name).unwrap());
+    let feeds = feed("x", &[2, 12], 1);
+    let after = passes(&net.model(&outputs), &list, &Settings::default(), &feeds, Bar::Relative(4e-3));
+    let names: Vec<&str> = after.model.graph.nodes().map(|(_, node)| node.name.as_str()).collect();
+    assert_eq!(BTreeSet::from_iter(&names).len(), names.len(), "{names:?}");
 }

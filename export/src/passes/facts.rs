@@ -2,17 +2,18 @@
 //!
 //! Shapes are inferred under a handful of very different sizes. What is the same under all of them (a shape's size, an
 //! integer computed from shapes) is taken to be constant, and a size that always equals a named dimension is that
-//! dimension. Sizes that contradict the graph (odd ones, where it halves) are left out.
+//! dimension. Whether a size equals a number is left open where it may. Sizes that contradict the graph (odd ones, where
+//! it halves) are left out.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::bind_sizes::symbols;
 use crate::{
-    onnx::{DType, Dim, Model, Tensor, ValueId},
-    shapes::{Elements, Fact, Shapes, Sizes, infer},
+    onnx::{DType, Dim, Model, Node, Tensor, ValueId},
+    shapes::{Elements, Fact, Shapes, Sizes, infer, infer_hiding},
 };
 
 /// Sizes of the open dimensions. Row by row a sample; the first dimension takes the first number, the second the second,
@@ -56,6 +57,14 @@ impl Facts {
         // One sample that fits says nothing about other sizes. With all, what contradicts itself stays unknown.
         if rows.len() == 1 || samples.iter().filter(fits).count() > 1 {
             samples.retain(|sample| fits(&sample));
+        }
+        let ones: Sizes = symbols.iter().map(|name| ((*name).to_owned(), 1)).collect();
+        let undecided = undecided(model, &samples, || infer(model, &ones, &contents));
+        if !undecided.is_empty() {
+            let decided_later = |(sizes, shapes): &mut (Sizes, Shapes)| {
+                *shapes = infer_hiding(model, sizes, &contents, &undecided);
+            };
+            samples.par_iter_mut().for_each(decided_later);
         }
         Facts { samples }
     }
@@ -197,6 +206,41 @@ impl Facts {
         let first = answers.next()??;
         answers.all(|answer| answer.as_ref() == Some(&first)).then_some(first)
     }
+}
+
+/// Results of Equal that are the same in all samples, but need not be for sizes between them, or down to `ones`: what is
+/// compared changes from less to more.
+fn undecided(model: &Model, samples: &[(Sizes, Shapes)], ones: impl Fn() -> Shapes) -> BTreeSet<String> {
+    let graph = &model.graph;
+    let equal: Vec<&Node> = graph.nodes().map(|(_, node)| node).filter(|node| node.is("Equal")).collect();
+    if equal.is_empty() || samples.len() < 2 {
+        return BTreeSet::new();
+    }
+    let ones = Some(ones())
+        .filter(|ones| samples.iter().all(|(_, shapes)| ones.conflicts.len() <= shapes.conflicts.len()));
+    let all: Vec<&Shapes> = samples.iter().map(|(_, shapes)| shapes).chain(&ones).collect();
+    let passes_zero = |node: &&&Node| {
+        let [Some(a), Some(b)] = node.inputs[..] else { return false };
+        let differences: Vec<Vec<Option<i128>>> =
+            all.iter().filter_map(|shapes| differences(shapes.known(a)?, shapes.known(b)?)).collect();
+        let count = differences.iter().map(Vec::len).max().unwrap_or(0);
+        (0..count).any(|at| {
+            let known = || differences.iter().filter_map(|list| *list.get(at)?);
+            known().min() < known().max() && known().any(|d| d <= 0) && known().any(|d| d >= 0)
+        })
+    };
+    let outputs = equal.iter().filter(passes_zero).filter_map(|node| node.output(0));
+    outputs.map(|output| graph[output].name.clone()).collect()
+}
+
+/// a - b, element by element, of lists of integers or one integer and a list.
+fn differences(a: &Fact, b: &Fact) -> Option<Vec<Option<i128>>> {
+    let (a, b) = (a.partial_ints()?, b.partial_ints()?);
+    let count = a.len().max(b.len());
+    let at = |list: &[Option<i64>], i: usize| {
+        list.get(if list.len() == 1 { 0 } else { i }).copied().flatten().map(i128::from)
+    };
+    Some((0..count).map(|i| Some(at(a, i)? - at(b, i)?)).collect())
 }
 
 fn size(fact: &Fact, axis: i64) -> Option<usize> {

@@ -45,6 +45,7 @@ mod replacement;
 mod reshape_plan;
 mod run;
 mod settings;
+mod single_output;
 mod split_at;
 mod split_vae;
 mod substitution;

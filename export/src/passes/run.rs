@@ -1,9 +1,9 @@
 //! Runs passes, again until nothing changes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
-use super::{Outcome, Parts, Pass, Refusal, Settings, Split, bind_sizes, drop_dead};
-use crate::onnx::{ComputeError, GraphError, Model};
+use super::{Outcome, Parts, Pass, Refusal, Settings, Split, bind_sizes, drop_dead, single_output};
+use crate::onnx::{ComputeError, Graph, GraphError, Model, NodeId};
 
 /// Rounds over a list of passes. What one pass makes possible for an earlier one is done in the next round; graphs in the
 /// wild settle after two or three.
@@ -30,6 +30,8 @@ pub enum PassError {
     Unsettled { passes: String },
     #[error("the constant '{tensor}': {source}")]
     Constant { tensor: String, source: ComputeError },
+    #[error("the node {node} has several outputs, but its operator has one")]
+    SeveralOutputs { node: String },
     #[error("the graph has no dimension '{name}' to bind; it has {known}")]
     UnknownSize { name: String, known: String },
 }
@@ -62,6 +64,9 @@ pub fn apply(
     settings: &Settings,
 ) -> Result<Vec<Report>, PassError> {
     bind_sizes::check(&model.graph, settings)?;
+    if let Some(id) = single_output::exceeded(&model.graph) {
+        return Err(PassError::SeveralOutputs { node: model.graph.label(id) });
+    }
     let mut reports: Vec<Report> =
         passes.iter().map(|pass| Report { pass, applied: 0, refused: Vec::new() }).collect();
     for _ in 0..MAX_ROUNDS {
@@ -90,12 +95,30 @@ pub fn split(model: &Model, split: &Split, settings: &Settings) -> Parts {
     Ok((parts, outcome))
 }
 
+/// Gives nodes of one name names of their own: ONNX Runtime refuses two of one name in some graphs.
+fn name_apart(graph: &mut Graph) {
+    let order: Vec<NodeId> = graph.nodes().map(|(id, _)| id).collect();
+    let mut taken: HashSet<String> = graph.nodes().map(|(_, node)| node.name.clone()).collect();
+    let mut seen = HashSet::new();
+    for id in order {
+        let name = &graph[id].name;
+        if name.is_empty() || seen.insert(name.clone()) {
+            continue;
+        }
+        let unique = (2..).map(|n| format!("{name}.{n}")).find(|name| !taken.contains(name));
+        let Some(unique) = unique else { continue };
+        taken.insert(unique.clone());
+        graph[id].name = unique;
+    }
+}
+
 fn run_one(model: &mut Model, pass: &'static Pass, settings: &Settings) -> Result<Outcome, PassError> {
     let outcome = (pass.run)(model, settings)?;
     if outcome.applied > 0 {
         // Since version 4 of the format, initializers need not be graph inputs.
         model.ir_version = model.ir_version.max(4);
         drop_dead::sweep(model);
+        name_apart(&mut model.graph);
         let invalid = |source| PassError::Invalid { pass: pass.name, source };
         model.graph.validate().map_err(invalid)?;
     }

@@ -5,7 +5,7 @@
 //! are cast when they are written. Small constants beyond f16's range (masks of -3.4e38) are limited to it; infinities
 //! stay.
 //!
-//! Refused: operators in f32 of which no f16 kernel is known; a model whose nodes have bodies.
+//! Refused: operators in f32 of which no f16 kernel is known; operands of unknown type; a model whose nodes have bodies.
 
 use std::collections::{HashMap, HashSet};
 
@@ -164,6 +164,11 @@ fn halved(view: &View<'_>, types: &HashMap<ValueId, DType>, outcome: &mut Outcom
         // Casts between floats are there for a reason, and those of this pass must stay.
         let of_float = |value: ValueId| !matches!(types.get(&value), Some(t) if is_integer(*t));
         if op == "Cast" && node.input(0).is_none_or(of_float) {
+            continue;
+        }
+        let mut values = node.inputs.iter().chain(&node.outputs).flatten();
+        if !values.all(|value| types.contains_key(value)) {
+            outcome.refuse(node.name.clone(), "the types of its operands are not known");
             continue;
         }
         let wants_half = |output: &ValueId| {

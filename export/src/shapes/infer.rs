@@ -2,7 +2,7 @@
 
 use std::{
     cell::{Cell, RefCell},
-    collections::{BTreeMap, HashMap, btree_map::Entry},
+    collections::{BTreeMap, BTreeSet, HashMap, btree_map::Entry},
     fmt,
 };
 
@@ -47,6 +47,7 @@ const MAX_RANK: usize = 64;
 struct Context<'a> {
     opsets: HashMap<&'a str, i64>,
     sizes: &'a Sizes,
+    hidden: &'a BTreeSet<String>,
     body_nodes_left: Cell<usize>,
 }
 
@@ -63,9 +64,20 @@ pub(super) struct Scope<'a> {
 /// Infers every value's type and shape. `sizes` binds named dimensions; a name that is missing stays unknown.
 /// Facts about graph inputs, with their contents for example, may be given by name in `contents`.
 pub fn infer(model: &Model, sizes: &Sizes, contents: &BTreeMap<String, Fact>) -> Shapes {
+    infer_hiding(model, sizes, contents, &BTreeSet::new())
+}
+
+/// Like [`infer`], but the contents of results of these names count as unknown.
+pub fn infer_hiding(
+    model: &Model,
+    sizes: &Sizes,
+    contents: &BTreeMap<String, Fact>,
+    hidden: &BTreeSet<String>,
+) -> Shapes {
     let context = Context {
         opsets: model.opsets.iter().map(|opset| (standard_domain(&opset.0), opset.1)).collect(),
         sizes,
+        hidden,
         body_nodes_left: Cell::new(MAX_BODY_NODES),
     };
     Shapes::of(&context, &model.graph, |value| contents.get(&value.name), None)
@@ -201,7 +213,11 @@ impl Shapes {
             Ok(facts) => {
                 for (id, fact) in node.outputs.iter().zip(facts) {
                     let Some(id) = id else { continue };
-                    let recorded = std::mem::replace(&mut self.facts[id.index()], bounded(fact));
+                    let mut fact = bounded(fact);
+                    if context.hidden.contains(&graph[*id].name) {
+                        fact.elements = None;
+                    }
+                    let recorded = std::mem::replace(&mut self.facts[id.index()], fact);
                     let problem = self.facts[id.index()].fill(&recorded).err();
                     self.conflicts.extend(problem.map(conflict));
                 }

@@ -33,7 +33,7 @@ mod window;
 use std::{collections::HashMap, sync::LazyLock};
 
 pub use fact::{Dims, Elements, Fact, MAX_ELEMENTS};
-pub use infer::{Conflict, Shapes, Sizes, infer};
+pub use infer::{Conflict, Shapes, Sizes, infer, infer_hiding};
 
 use call::Call;
 
