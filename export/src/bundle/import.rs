@@ -25,8 +25,8 @@ use crate::{
             tokenizer::pad_id,
         },
     },
-    onnx::{DType, Model, read_model},
-    passes::{self, Linears, symbols},
+    onnx::{DType, Model, ValueId, read_model},
+    passes::{self, Linears, Part, Splitting, symbols},
     recipe::{Precision, Recipe},
 };
 
@@ -79,8 +79,10 @@ pub fn import(
     let mut graphs = Vec::new();
     for (role, mut model) in components(request.graphs)? {
         rewrite(role, &mut model, &storage, settings.text_length)?;
-        adapt(&mut model, role, &[]).map_err(|e| ExportError::Incomplete(Box::new(e)))?;
-        graphs.push((role, model));
+        for (role, mut model, names) in stages_of(role, model, &recipe)? {
+            adapt(&mut model, role, &names).map_err(|e| ExportError::Incomplete(Box::new(e)))?;
+            graphs.push((role, model));
+        }
     }
     let described: Vec<_> = graphs.iter().map(|(role, model)| (*role, model)).collect();
     let parameters = describe(&described, &settings).map_err(|e| ExportError::Incomplete(Box::new(e)))?;
@@ -152,6 +154,61 @@ fn rewrite(
     let passes = passes::sequences(sequences).map_err(failed)?;
     passes::apply(model, &passes, &settings).map_err(failed)?;
     Ok(())
+}
+
+/// A stage, and by this program's names of its ports those that it has.
+type NamedStage = (Role, Model, Vec<(String, String)>);
+
+/// The stages that a component becomes. A decoder is cut around its attention and where the recipe says, so that the largest
+/// activations stand alone; one that has no such attention stays whole.
+fn stages_of(role: Role, model: Model, recipe: &Recipe) -> Result<Vec<NamedStage>, ExportError> {
+    if role != Role::Decoder {
+        return Ok(vec![(role, model, Vec::new())]);
+    }
+    let failed = |source| ExportError::Rewrite { role, source: Box::new(source) };
+    let split_vae = passes::split_named("split_vae").map_err(failed)?;
+    // Decoders of few levels have no block for every cut.
+    for cuts in [cuts(recipe), Vec::new()] {
+        let split = Splitting { cuts, ..Splitting::default() };
+        let settings = passes::Settings { split, ..Default::default() };
+        let (parts, _) = passes::split(&model, split_vae, &settings).map_err(failed)?;
+        if !parts.is_empty() {
+            return Ok(decoder_stages(parts));
+        }
+    }
+    Ok(vec![(role, model, Vec::new())])
+}
+
+fn cuts(recipe: &Recipe) -> Vec<usize> {
+    let cuts = recipe.sections.get("vae_decoder").and_then(|section| section.get("cuts")?.as_array());
+    let numbers = cuts.into_iter().flatten().filter_map(toml::Value::as_integer);
+    numbers.filter_map(|cut| usize::try_from(cut).ok()).collect()
+}
+
+/// The parts of a decoder in order: before the attention, the attention, and the stages after it.
+fn decoder_stages(parts: Vec<Part>) -> Vec<NamedStage> {
+    let last = parts.len().saturating_sub(3);
+    let stage = |(place, part): (usize, Part)| {
+        let role = match place {
+            0 => Role::DecoderStart,
+            1 => Role::Attention,
+            _ => Role::DecoderEnd { index: place - 2, last: place - 2 == last },
+        };
+        let names = names_between(role, &part.model);
+        (role, part.model, names)
+    };
+    parts.into_iter().enumerate().map(stage).collect()
+}
+
+/// What passes between the stages after the attention has the name of the stage that it comes from.
+fn names_between(role: Role, model: &Model) -> Vec<(String, String)> {
+    let Role::DecoderEnd { index, last } = role else { return Vec::new() };
+    let named = |index, id: Option<&ValueId>| {
+        Some((Role::DecoderEnd { index, last: false }.stage(), model.graph[*id?].name.clone()))
+    };
+    let before = index.checked_sub(1).and_then(|before| named(before, model.graph.inputs.first()));
+    let behind = if last { None } else { named(index, model.graph.outputs.first()) };
+    before.into_iter().chain(behind).collect()
 }
 
 /// Weights for which a recipe has a rule of its own stay in 16 bits. Its patterns are for the checkpoint's names, which

@@ -212,6 +212,16 @@ fn decoder_end(index: usize, last: bool) -> Contract {
 }
 
 impl Port {
+    /// Its sizes; rows or columns that are `spread` keep the two sides of their map.
+    fn sizes(&self, spread: bool) -> Vec<Size> {
+        let sides = || MIDDLE_SIDES.map(named);
+        match &self.sizes[..] {
+            [Size::Named(_), own] if spread => [&[Size::One][..], &sides(), &[own.clone()]].concat(),
+            [own, Size::Named(_)] if spread => [&[Size::One, own.clone()][..], &sides()].concat(),
+            sizes => sizes.to_vec(),
+        }
+    }
+
     fn is_among(&self, names: &HashSet<&str>) -> bool {
         names.contains(self.name.as_str()) || self.aliases.iter().any(|alias| names.contains(alias))
     }
@@ -247,10 +257,12 @@ pub fn adapt(model: &mut Model, role: Role, names: &[(String, String)]) -> Resul
     }
     let candidates = graph.outputs.clone();
     let found_outputs = find(graph, role, "output", &outputs, &candidates, names)?;
+    let spread: HashSet<ValueId> =
+        found_inputs.iter().chain(&found_outputs).copied().filter(|id| is_spread(graph, *id)).collect();
     forget_symbols(graph);
     let ports = inputs.iter().zip(found_inputs).chain(outputs.iter().zip(found_outputs.iter().copied()));
     for (port, id) in ports {
-        retype(graph, role, port, id)?;
+        retype(graph, role, port, id, spread.contains(&id))?;
         rename(graph, role, id, &port.name)?;
     }
     graph.outputs = found_outputs;
@@ -294,7 +306,13 @@ fn forget_symbols(graph: &mut Graph) {
 }
 
 /// Checks type and shape of a port and names its open dimensions.
-fn retype(graph: &mut Graph, role: Role, port: &Port, id: ValueId) -> Result<(), ContractError> {
+fn retype(
+    graph: &mut Graph,
+    role: Role,
+    port: &Port,
+    id: ValueId,
+    spread: bool,
+) -> Result<(), ContractError> {
     let name = graph[id].name.clone();
     let mismatch = |found: String, expected: String| ContractError::Mismatch {
         role,
@@ -314,11 +332,12 @@ fn retype(graph: &mut Graph, role: Role, port: &Port, id: ValueId) -> Result<(),
     if !fits {
         return Err(mismatch(dtype.name(), expected.to_owned()));
     }
-    let own = shape.unwrap_or_else(|| vec![Dim::Unknown; port.sizes.len()]);
-    let Some(before) = own.len().checked_sub(port.sizes.len()) else {
-        return Err(mismatch(format!("of rank {}", own.len()), format!("rank {}", port.sizes.len())));
+    let expected = port.sizes(spread);
+    let own = shape.unwrap_or_else(|| vec![Dim::Unknown; expected.len()]);
+    let Some(before) = own.len().checked_sub(expected.len()) else {
+        return Err(mismatch(format!("of rank {}", own.len()), format!("rank {}", expected.len())));
     };
-    let sizes = std::iter::repeat_n(&Size::One, before).chain(&port.sizes);
+    let sizes = std::iter::repeat_n(&Size::One, before).chain(&expected);
     let dims = own.iter().zip(sizes).enumerate().map(|(axis, (own, size))| match (own, size) {
         (Dim::Fixed(1), Size::One) | (Dim::Symbol(_) | Dim::Unknown, Size::One) => Ok(Dim::Fixed(1)),
         (Dim::Fixed(found), Size::One) => {
@@ -336,6 +355,21 @@ fn retype(graph: &mut Graph, role: Role, port: &Port, id: ValueId) -> Result<(),
     let shape = Some(dims.collect::<Result<Vec<_>, _>>()?);
     graph[id].ty = Some(ValueType::Tensor { dtype, shape });
     Ok(())
+}
+
+/// The names of the sides of the map that the middle attention runs over.
+const MIDDLE_SIDES: [&str; 2] = ["mid_height", "mid_width"];
+
+/// Whether a tensor's rows or columns keep the two sides of their map, [1, height, width, C] or [1, C, height, width], as in
+/// decoders cut by this program.
+fn is_spread(graph: &Graph, id: ValueId) -> bool {
+    let is = |dim: &Dim, name: &str| matches!(dim, Dim::Symbol(symbol) if symbol == name);
+    match &graph[id].ty {
+        Some(ValueType::Tensor { shape: Some(shape), .. }) if shape.len() == 4 => {
+            shape.windows(2).any(|sides| is(&sides[0], MIDDLE_SIDES[0]) && is(&sides[1], MIDDLE_SIDES[1]))
+        }
+        _ => false,
+    }
 }
 
 /// Gives a value its new name; another value that had it gets a free one.
