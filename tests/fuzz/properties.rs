@@ -263,6 +263,10 @@ fn rewritten(model: &Model, list: &List, settings: &Settings) -> Result<Option<M
     if settings.sizes.is_empty() && interface(model) != interface(&after) {
         return Err(format!("{name}: inputs or outputs changed"));
     }
+    // Weights that are NaN are found when they are quantised.
+    if model_bytes(&after).is_err_and(|error| error.to_string().contains("the checkpoint is damaged")) {
+        return Ok(None);
+    }
     let bytes = written(&after, name)?;
     let mut again = after.clone();
     let settled = Settings { sizes: BTreeMap::new(), ..settings.clone() };
@@ -299,8 +303,8 @@ fn sorted(bytes: &[u8]) -> Result<ModelProto, String> {
     Ok(model)
 }
 
-fn read(bytes: &[u8]) -> Result<Model, ReadError> {
-    read_model_bytes(Bytes::copy_from_slice(bytes), None)
+fn read(bytes: &[u8]) -> Result<Model, Box<ReadError>> {
+    read_model_bytes(Bytes::copy_from_slice(bytes), None).map_err(Box::new)
 }
 
 fn conflicts(model: &Model, sizes: &Sizes) -> usize {
