@@ -3,6 +3,7 @@
 //! Bytes go to a temporary name in the target's directory; only a complete, synced file takes the target's name. A
 //! run that dies half-way, or whose result is bad, leaves the earlier file as it was.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -34,8 +35,18 @@ pub enum Existing {
 /// Shared by all writes while they have a temporary file.
 static WRITES: RwLock<()> = RwLock::new(());
 
-/// How the name of a temporary file ends.
-pub const PARTIAL: &str = ".partial";
+/// How the name of a temporary file begins.
+const TEMPORARY: &str = ".viaduct-";
+/// How it ends.
+const PARTIAL: &str = ".partial";
+/// How often a new temporary file may be taken for an abandoned one before it is locked.
+const ATTEMPTS: usize = 10;
+
+/// Whether a file of that name is one that is being written, or was when its process died.
+pub fn is_temporary(name: &OsStr) -> bool {
+    let name = name.as_encoded_bytes();
+    name.starts_with(TEMPORARY.as_bytes()) && name.ends_with(PARTIAL.as_bytes())
+}
 
 /// Waits for the writes that have begun, and lets none begin while the guard lives: a process that ends meanwhile leaves
 /// no temporary file.
@@ -53,8 +64,8 @@ pub fn write_with(
     write_through(path, existing, None, fill)
 }
 
-/// Like [`write_with`]. Under the name `temporary`, which is the caller's alone in that directory, a killed process may
-/// have left a part: it is replaced.
+/// Like [`write_with`]. Parts that killed processes left under the name `temporary` are removed: what of that name is
+/// still being written is locked.
 pub fn write_through(
     path: &Path,
     existing: Existing,
@@ -100,20 +111,38 @@ fn directory_of(path: &Path) -> &Path {
 }
 
 fn create_in(directory: &Path, name: Option<&str>) -> io::Result<NamedTempFile> {
-    let prefix = format!(".viaduct-{}", name.unwrap_or_default());
+    let prefix = match name {
+        Some(name) => format!("{TEMPORARY}{name}-"),
+        None => TEMPORARY.to_owned(),
+    };
     let mut builder = Builder::new();
     builder.prefix(&prefix).suffix(PARTIAL);
     if name.is_some() {
-        builder.rand_bytes(0);
-        match fs::remove_file(directory.join(format!("{prefix}{PARTIAL}"))) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-            _ => {}
-        }
+        remove_abandoned(directory, &prefix)?;
     }
     // The default of 0600 would survive the rename; this leaves the rest to the umask, as for any new file.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    builder.tempfile_in(directory)
+    for _ in 0..ATTEMPTS {
+        let file = builder.tempfile_in(directory)?;
+        if file.as_file().try_lock().is_ok() && file.path().exists() {
+            return Ok(file);
+        }
+    }
+    Err(io::Error::other("the temporary file vanishes again and again"))
+}
+
+/// Removes temporary files on which no process has a lock. Those that cannot be opened are left alone.
+fn remove_abandoned(directory: &Path, prefix: &str) -> io::Result<()> {
+    for entry in fs::read_dir(directory)?.flatten() {
+        let name = entry.file_name();
+        let named = name.as_encoded_bytes().starts_with(prefix.as_bytes()) && is_temporary(&name);
+        let abandoned = || File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok());
+        if named && entry.file_type()?.is_file() && abandoned() {
+            fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
 }
 
 fn persist(temporary: NamedTempFile, path: &Path, existing: Existing) -> Result<(), FileError> {
@@ -152,6 +181,24 @@ mod tests {
         write(&path, Existing::Replace, b"three").unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"three");
         assert_eq!(names(directory.path()), ["out.png"]);
+    }
+
+    #[test]
+    fn parts_of_one_name_disturb_each_other_only_when_they_are_abandoned() {
+        let directory = tempfile::tempdir().unwrap();
+        let (one, other) = (directory.path().join("one.png"), directory.path().join("other.png"));
+        fs::write(directory.path().join(".viaduct-run-old.partial"), "dead").unwrap();
+        write_through(&one, Existing::Keep, Some("run"), |out| {
+            write_through(&other, Existing::Keep, Some("run"), |out| out.write_all(b"other"))
+                .map_err(io::Error::other)?;
+            out.write_all(b"one")
+        })
+        .unwrap();
+        assert_eq!(
+            (fs::read(&one).unwrap(), fs::read(&other).unwrap()),
+            (b"one".to_vec(), b"other".to_vec())
+        );
+        assert_eq!(names(directory.path()).len(), 2);
     }
 
     #[test]

@@ -772,13 +772,6 @@ fn files_to_inspect() {
             1,
             &["b/vae_pre.onnx"],
         ),
-        show(
-            "model without its weights",
-            "b/vae_pre.onnx",
-            |d| fs::remove_file(d.join("b/vae_pre-00000.data")).unwrap(),
-            1,
-            &["vae_pre-00000.data"],
-        ),
     ];
     check(&Good::bundle(), &cases);
 }

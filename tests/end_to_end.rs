@@ -228,7 +228,7 @@ fn an_export_reports_as_json() {
     assert_eq!(bundle["stages"].as_array().unwrap().len() as u64, report["stages"].as_u64().unwrap());
     assert_eq!(inspect(&out.join("bundle.json"), &[])["bundle"], "klein-emoji");
     let graph = inspect(&out.join("transformer.onnx"), &[]);
-    assert_eq!(graph["outputs"], serde_json::json!(["pred"]));
+    assert_eq!(graph["outputs"], serde_json::json!(["pred f32 [1,image_seq,64]"]));
     assert_eq!(graph["operators"]["MultiHeadAttention"], 8);
 }
 

@@ -6,7 +6,8 @@ mod support;
 use std::{
     collections::BTreeSet,
     fs::{self, File},
-    os::unix::process::ExitStatusExt,
+    io::Write,
+    os::{fd::AsRawFd, unix::process::ExitStatusExt},
     path::{Path, PathBuf},
     process::{Child, Command, Output, Stdio},
     thread::sleep,
@@ -298,7 +299,7 @@ fn what_is_damaged_is_computed_again() {
         ("an unfinished file beside it", |path| {
             fs::write(path.with_file_name(".viaduct-abc.partial"), "x").unwrap();
             let run = path.parent().unwrap().file_name().unwrap().to_str().unwrap();
-            let beside = path.ancestors().nth(3).unwrap().join(format!(".viaduct-{run}.partial"));
+            let beside = path.ancestors().nth(3).unwrap().join(format!(".viaduct-{run}-dead.partial"));
             fs::write(beside, "x").unwrap();
         }),
     ];
@@ -421,13 +422,7 @@ fn two_runs_at_once_do_not_disturb_each_other() {
     let undisturbed = case.draw();
     let mut first = case.stopped_at("STOP", "kept:latents_step0");
     let first = first.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let state = format!("/proc/{}/stat", first.id());
-    let stopped = || fs::read_to_string(&state).unwrap().contains(") T ");
-    let patience = Instant::now();
-    while !stopped() {
-        assert!(patience.elapsed() < Duration::from_secs(120));
-        sleep(Duration::from_millis(10));
-    }
+    wait_for_stop(&first);
     let before = names(&case.kept());
     let second = case.draw();
     second.assert_same(&undisturbed);
@@ -461,7 +456,12 @@ fn the_oldest_runs_make_room() {
     lock.try_lock().unwrap();
     let empty = idle_run(&runs, &"e".repeat(16), 1, 0);
     fs::remove_file(empty.join("latents_step0.0123456789abcdef.npy")).unwrap();
-    fs::create_dir_all(runs.join(".removed-ffffffffffffffff-1/x")).unwrap();
+    let removed = runs.join(".removed-ffffffffffffffff-1");
+    fs::create_dir_all(&removed).unwrap();
+    fs::write(removed.join("latents_step0.0123456789abcdef.npy"), "x").unwrap();
+    // Looks like a run, and holds what no run has made.
+    let photos = idle_run(&runs, &"f".repeat(16), 500, 100);
+    fs::write(photos.join("cat.png"), "x").unwrap();
     // Nothing of ours.
     fs::create_dir_all(runs.join("photos")).unwrap();
     fs::write(runs.join("photos/cat.png"), "x").unwrap();
@@ -482,7 +482,8 @@ fn the_oldest_runs_make_room() {
     assert_eq!(drawn.resumed_from(), Some("text_encoder"));
     let kept = |event: &Event| matches!(event, Event::Kept { bytes, .. } if *bytes > 9000);
     assert!(!drawn.events().iter().any(kept), "{}", drawn.told);
-    assert!(names(&runs).len() == 2, "{:?}", names(&runs));
+    assert!(photos.join("cat.png").exists());
+    assert!(names(&runs).len() == 3, "{:?}", names(&runs));
 
     let mut command = case.command();
     command.env("VIADUCT_RUNS_LIMIT", "0");
@@ -500,6 +501,90 @@ fn warnings(drawn: &Drawn) -> Vec<String> {
         _ => None,
     });
     messages.collect()
+}
+
+/// What others put in a run folder's place is neither waited for, nor followed, nor removed.
+#[test]
+fn strange_run_folders_cost_a_warning() {
+    let case = Case::klein();
+    let undisturbed = case.draw();
+    let elsewhere = scratch();
+    fs::write(elsewhere.path().join("identity.json"), "theirs").unwrap();
+    let foreign = elsewhere.path().join("theirs");
+    fs::write(&foreign, "x").unwrap();
+    type Harm<'a> = (&'a str, Box<dyn Fn(&Path) + 'a>);
+    let again = |path: &Path| {
+        fs::remove_dir_all(path).unwrap();
+        fs::create_dir(path).unwrap();
+    };
+    let harms: [Harm<'_>; 3] = [
+        (
+            "regular",
+            Box::new(|path| {
+                again(path);
+                assert!(Command::new("mkfifo").arg(path.join("lock")).status().unwrap().success());
+            }),
+        ),
+        (
+            "nothing of this run is kept",
+            Box::new(|path| {
+                again(path);
+                std::os::unix::fs::symlink(&foreign, path.join("lock")).unwrap();
+            }),
+        ),
+        (
+            "link",
+            Box::new(|path| {
+                fs::remove_dir_all(path).unwrap();
+                std::os::unix::fs::symlink(elsewhere.path(), path).unwrap();
+            }),
+        ),
+    ];
+    for (told, harm) in &harms {
+        case.stop(KILL, "kept:latents_step1");
+        let folder = case.kept();
+        harm(&folder);
+        let drawn = case.draw();
+        drawn.assert_same(&undisturbed);
+        assert_eq!(warnings(&drawn).len(), 1, "{}", drawn.told);
+        assert!(warnings(&drawn)[0].contains(told), "{told}: {}", drawn.told);
+        let _ = fs::remove_dir_all(&folder);
+        let _ = fs::remove_file(&folder);
+    }
+    assert_eq!(names(elsewhere.path()), ["identity.json", "theirs"]);
+    assert_eq!(fs::read(&foreign).unwrap(), b"x");
+}
+
+#[test]
+fn an_interrupt_does_not_wait_for_a_reader() {
+    let case = Case::klein();
+    let mut command = case.stopped_at("STOP", "kept:latents_step0");
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    let stderr = writer.try_clone().unwrap();
+    let mut child = command.stdout(Stdio::null()).stderr(stderr).spawn().unwrap();
+    drop(command);
+    wait_for_stop(&child);
+    // What is said from now on finds no room.
+    // SAFETY: changes a flag of a pipe of this test.
+    unsafe { libc::fcntl(writer.as_raw_fd(), libc::F_SETPIPE_SZ, 4096) };
+    let flags = unsafe { libc::fcntl(writer.as_raw_fd(), libc::F_GETFL) };
+    unsafe { libc::fcntl(writer.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) };
+    while writer.write(&[b'.'; 64]).is_ok() {}
+    unsafe { libc::fcntl(writer.as_raw_fd(), libc::F_SETFL, flags) };
+    send(&child, libc::SIGCONT);
+    sleep(Duration::from_millis(300));
+    send(&child, libc::SIGTERM);
+    assert_eq!(child.wait().unwrap().code(), Some(128 + libc::SIGTERM));
+    drop(reader);
+}
+
+fn wait_for_stop(child: &Child) {
+    let state = format!("/proc/{}/stat", child.id());
+    let patience = Instant::now();
+    while !fs::read_to_string(&state).unwrap().contains(") T ") {
+        assert!(patience.elapsed() < Duration::from_secs(120));
+        sleep(Duration::from_millis(10));
+    }
 }
 
 #[test]

@@ -5,9 +5,14 @@ mod support;
 
 use std::{
     collections::BTreeSet,
-    fs,
+    ffi::OsStr,
+    fs::{self, Permissions},
     io::{BufRead, BufReader},
-    os::unix::process::{CommandExt, ExitStatusExt},
+    os::unix::{
+        ffi::OsStrExt,
+        fs::PermissionsExt,
+        process::{CommandExt, ExitStatusExt},
+    },
     path::{Path, PathBuf},
     process::{Child, Command, Output, Stdio},
     thread::sleep,
@@ -263,13 +268,48 @@ fn a_killed_parent_leaves_no_worker_and_the_next_run_clears_up() {
     let undisturbed = case.draw(&[]);
     let (mut parent, worker) = case.halted(&[]);
     assert!(!maps_the_library(parent.id()) && maps_the_library(worker));
-    let exchange = format!("exchange-{}", parent.id());
-    assert_eq!(case.exchange_folders(), [exchange.as_str()]);
+    let exchange = case.exchange_folders();
+    assert_eq!(exchange.len(), 1, "{exchange:?}");
+    // A run beside it leaves the folder alone.
+    let beside = case.command(&[]).output().unwrap();
+    assert!(beside.status.success(), "{}", text(&beside.stderr));
+    fs::remove_file(case.out()).unwrap();
+    assert_eq!(case.exchange_folders(), exchange);
     parent.kill().unwrap();
     assert_eq!(parent.wait().unwrap().signal(), Some(libc::SIGKILL));
     wait_until("the worker ends", || !lives(worker));
-    assert_eq!(case.exchange_folders(), [exchange]);
+    assert_eq!(case.exchange_folders(), exchange);
     assert!(case.draw(&[]) == undisturbed);
+}
+
+#[test]
+fn tensors_pass_through_a_private_folder_wherever_it_lies() {
+    let case = Case::new();
+    let undisturbed = case.draw(&[]);
+    let strange = case.folder.path().join(OsStr::from_bytes(b"runs-\xff"));
+    let mut command = case.command(&[]);
+    assert!(case.take(command.env("VIADUCT_RUNS", &strange).output().unwrap()) == undisturbed);
+
+    // Without a home the folder is among the temporary ones, and nobody else's.
+    let temporary = scratch();
+    let homeless = || {
+        let mut command = case.command(&[]);
+        for name in ["VIADUCT_RUNS", "XDG_CACHE_HOME", "HOME"] {
+            command.env_remove(name);
+        }
+        command.env("TMPDIR", temporary.path());
+        command
+    };
+    assert!(case.take(homeless().output().unwrap()) == undisturbed);
+    // SAFETY: reads a number of this process.
+    let private = temporary.path().join(format!("viaduct-{}", unsafe { libc::geteuid() }));
+    assert_eq!(fs::metadata(&private).unwrap().permissions().mode() & 0o777, 0o700);
+    assert_eq!(names(&private), [""; 0]);
+    fs::set_permissions(&private, Permissions::from_mode(0o777)).unwrap();
+    let told = case.failure(homeless().output().unwrap(), 1);
+    assert!(told.contains("not this user's alone"), "{told}");
+    let mut command = homeless();
+    assert!(case.take(command.arg("--in-process").output().unwrap()) == undisturbed, "it needs no folder");
 }
 
 #[test]

@@ -76,8 +76,19 @@ procedural() { # fixture taps length
     verify "$1" "tests/fixtures/$1/oracle" reference
 }
 
+# Graphs as torch's two exporters wrote them, assembled into bundles.
+imported() { # bundle text-encoder transformer decoder
+    export_ "$1" "$shared/oracles/onnx-tiny/$2.onnx" "$shared/oracles/onnx-tiny/$3.onnx" "$shared/oracles/onnx-tiny/$4.onnx" \
+        --tokenizer "$shared/oracles/flux2-tiny/ckpt/tokenizer"
+    verify "$1" "$shared/oracles/flux2-tiny/oracle" reference
+}
+
 shared_oracles() {
     local oracle
+    imported imported-legacy te_legacy dit_legacy_rms_f32rope vae_legacy
+    imported imported-nofold te_legacy dit_legacy_rms_f32rope_nofold vae_legacy
+    imported imported-dynamo te_dynamo dit_dynamo vae_dynamo
+    imported imported-f16 te_dynamo dit_legacy_rms_f32rope_fp16 vae_legacy
     export_ flux2-tiny "$shared/oracles/flux2-tiny/ckpt" --profile f32 \
         --set text_encoder.taps=2,4,6 --set text_encoder.length=64
     verify flux2-tiny "$shared/oracles/flux2-tiny/oracle" reference

@@ -249,6 +249,24 @@ impl Recipe {
         Err(RecipeError::NoConfigs { name: name.to_owned(), known: join(known.map(|r| r.0)) })
     }
 
+    /// A shipped recipe or a `.toml` file, without the configs that it may carry.
+    pub fn named(name: &str, set: &[(String, String)]) -> Result<Recipe, RecipeError> {
+        let mut table = with_base(named_table(name)?)?;
+        table.remove(CONFIGS);
+        finish(table, &format!("'{name}'"), set)
+    }
+
+    /// What of the recipe holds for graphs that others exported: its name, and the bars of `verify`. How they store
+    /// weights, and where these come from, is not the recipe's to say.
+    pub fn of_imported(self) -> Recipe {
+        Recipe {
+            source: SourceRef::default(),
+            profiles: BTreeMap::new(),
+            sections: toml::Table::new(),
+            ..self
+        }
+    }
+
     pub fn profile(&self, name: &str) -> Result<&Precision, RecipeError> {
         self.profiles.get(name).ok_or_else(|| RecipeError::UnknownProfile {
             name: name.to_owned(),

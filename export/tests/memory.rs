@@ -3,7 +3,7 @@
 use viaduct_export::{
     device::{DeviceProfile, Provider},
     memory::{PENDING_DISPATCHES, StageMemory, analyse},
-    onnx::{Attribute, Builder, DType, Dim, Model, Tensor, ValueId},
+    onnx::{Attribute, Builder, DType, Dim, Model, Node, Tensor, ValueId},
     shapes::Sizes,
 };
 
@@ -274,4 +274,141 @@ fn a_hidden_square_of_the_sequence_moves_the_prediction() {
 fn an_empty_graph_has_no_peak() {
     let memory = on(Provider::WebGpu, &Builder::new("test").finish(), &[]);
     assert_eq!((memory.peak, memory.timeline.len(), memory.weights_uploaded), (None, 0, 0));
+}
+
+/// `if (c) { r = max(x · xᵀ) } else { r = max(x) }`, with a weight [16,16] of the first branch's own.
+fn branches() -> Model {
+    let body = |name: &str, large: bool| {
+        let mut b = Builder::new(name);
+        let weight = b.constant(&format!("{name}_weight"), Tensor::from_f32(&[16, 16], &[1.0; 256]));
+        let mut graph = b.finish().graph;
+        let (x, r, weight_of) = (graph.value("outer"), graph.value("r"), weight);
+        let mut source = x;
+        if large {
+            for (op, inputs, output) in [
+                ("MatMul", vec![Some(x), Some(weight_of)], "weighted"),
+                ("Exp", vec![None], "large"),
+                ("Sin", vec![None], "larger"),
+            ] {
+                let inputs = inputs.into_iter().map(|id| id.or(Some(source))).collect();
+                let output = graph.value(output);
+                graph.add_node(Node {
+                    op_type: op.to_owned(),
+                    inputs,
+                    outputs: vec![Some(output)],
+                    ..Node::default()
+                });
+                source = output;
+            }
+        }
+        let max = Node {
+            op_type: "ReduceMax".to_owned(),
+            inputs: vec![Some(source)],
+            outputs: vec![Some(r)],
+            ..Node::default()
+        };
+        graph.add_node(max);
+        graph.outputs.push(r);
+        graph
+    };
+    let mut b = Builder::new("if");
+    let x = b.input("x", DType::F32, &[Dim::Fixed(16), Dim::Fixed(16)]);
+    let condition = b.input("condition", DType::Bool, &[]);
+    let outer = b.op("Neg", &[x], &[]);
+    let branches = [
+        ("then_branch", Attribute::Graph(Box::new(body("then", true)))),
+        ("else_branch", Attribute::Graph(Box::new(body("else", false)))),
+    ];
+    let r = b.op("If", &[condition], &branches);
+    b.output(r, "y", &[Dim::Fixed(1), Dim::Fixed(1)]);
+    let mut model = b.finish();
+    model.graph.rename(outer, "outer");
+    model
+}
+
+#[test]
+fn bodies_of_branches_are_counted_with_their_weights() {
+    let memory = on(Provider::Cpu, &branches(), &[]);
+    assert!(memory.is_complete(), "{:?}", memory.unknown);
+    assert_eq!(memory.weights_disk, 2 * T);
+    assert_eq!(memory.weights_uploaded, T, "the other branch does not read its own");
+    // x and the condition; what the body names; a product, and what is made of it twice, of which two are alive.
+    let at_if = memory.timeline.last().unwrap();
+    assert_eq!(at_if.op_type, "If");
+    assert!((4 * T..4 * T + 64).contains(&at_if.live), "{at_if:?}");
+    assert!(memory.largest.iter().any(|tensor| tensor.name == "larger"), "{:?}", memory.largest);
+}
+
+#[test]
+fn what_is_computed_of_constants_counts_while_the_session_is_made() {
+    let side = 4096;
+    let mut b = Builder::new("folded");
+    let x = b.input("x", DType::F32, &[Dim::Fixed(1), Dim::Fixed(1)]);
+    let shape = b.constant("shape", Tensor::from_i64(&[2], &[side, side]));
+    let zeros = b.op("ConstantOfShape", &[shape], &[]);
+    let sum = b.op("ReduceSum", &[zeros], &[]);
+    let y = b.add(x, sum);
+    b.output(y, "y", &[Dim::Fixed(1), Dim::Fixed(1)]);
+    let memory = on(Provider::Cpu, &b.finish(), &[]);
+    let zeros = 4 * (side * side) as u64;
+    let beyond = memory.predicted.total().saturating_sub(2 * zeros);
+    // Twice, as ONNX Runtime has it when it makes a constant of a result; besides the program itself.
+    assert!((1 << 20..100 << 20).contains(&beyond), "{:?}", memory.predicted);
+    assert!(live(&memory).iter().all(|bytes| *bytes < 64), "{:?}", live(&memory));
+}
+
+/// Bytes of scratch memory of one node on the CPU provider: its live bytes without those of inputs and outputs.
+fn scratch(op: &str, inputs: &[&[usize]], attributes: &[(&str, Attribute)]) -> u64 {
+    let mut b = Builder::new(op);
+    let fixed = |dims: &[usize]| dims.iter().map(|dim| Dim::Fixed(*dim)).collect::<Vec<_>>();
+    let given: Vec<ValueId> = inputs
+        .iter()
+        .enumerate()
+        .map(|(i, dims)| b.input(&format!("x{i}"), DType::F32, &fixed(dims)))
+        .collect();
+    let y = b.op(op, &given, attributes);
+    b.output(y, "y", &[]);
+    let mut model = b.finish();
+    model.opsets = vec![(String::new(), 23)];
+    // Inferred.
+    let output = model.graph.outputs[0];
+    model.graph[output].ty = None;
+    let (memory, shapes) = analyse(&model, &Sizes::new(), &device(Provider::Cpu), PENDING_DISPATCHES);
+    assert!(memory.is_complete(), "{op}: {:?} {:?}", memory.unknown, shapes.conflicts);
+    let values = model.graph.inputs.iter().chain(&model.graph.outputs);
+    let bytes: u64 = values.map(|id| shapes.bytes(*id).unwrap()).sum();
+    memory.timeline[0].live - bytes
+}
+
+#[test]
+fn scratch_of_large_kernels_is_counted() {
+    let heads: &[usize] = &[1, 8, 2048, 64];
+    assert_eq!(scratch("Attention", &[heads, heads, heads], &[]), 8 * 2048 * 2048 * 4);
+    let causal = [("is_causal", Attribute::Int(1))];
+    assert_eq!(scratch("Attention", &[heads, heads, heads], &causal), 9 * 2048 * 2048 * 4);
+    let grouped = [("q_num_heads", Attribute::Int(8)), ("kv_num_heads", Attribute::Int(2))];
+    let flat = scratch("Attention", &[&[1, 2048, 512], &[1, 2048, 128], &[1, 2048, 128]], &grouped);
+    assert_eq!(flat, 8 * 2048 * 2048 * 4);
+    let columns = scratch("ConvTranspose", &[&[2, 16, 128, 128], &[16, 32, 4, 4]], &[]);
+    assert_eq!(columns, 32 * 16 * 128 * 128 * 4);
+    let equation = |text: &str| [("equation", Attribute::String(text.as_bytes().to_vec()))];
+    let outer = scratch("Einsum", &[&[64, 4], &[64, 4], &[64, 64]], &equation("ij, kl, ik -> jl"));
+    assert_eq!(
+        outer,
+        4 * (64 * 4 * 64 * 4 + 64 * 64 + 4 * 4),
+        "the first product, and what it is multiplied with"
+    );
+    let reversed = scratch("Einsum", &[&[16, 32, 64]], &equation("ijk->kji"));
+    assert_eq!(reversed, 4 * 16 * 32 * 64);
+}
+
+#[test]
+fn kernels_with_scratch_of_unknown_size_are_told() {
+    let mut b = Builder::new("dft");
+    let x = b.input("x", DType::F32, &[Dim::Fixed(1), Dim::Fixed(64), Dim::Fixed(1)]);
+    let y = b.op("DFT", &[x], &[]);
+    b.output(y, "y", &[Dim::Fixed(1), Dim::Fixed(64), Dim::Fixed(2)]);
+    let memory = on(Provider::Cpu, &b.finish(), &[]);
+    assert_eq!(memory.unknown_scratch.get("DFT"), Some(&1));
+    assert!(!memory.is_complete());
 }

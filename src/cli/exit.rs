@@ -89,6 +89,10 @@ fn export_code(error: &ExportError) -> Option<u8> {
         ExportError::Exists { .. } | ExportError::NotReplaceable { .. } | ExportError::NoName { .. } => {
             Some(USAGE)
         }
+        ExportError::NoProfile { .. } => Some(USAGE),
+        ExportError::UnknownPart { .. } | ExportError::PartTwice { .. } | ExportError::NoPart { .. } => {
+            Some(USAGE)
+        }
         ExportError::SourceInside { .. } | ExportError::Foreign { .. } => Some(USAGE),
         ExportError::NotAFolder { .. } | ExportError::FamilyMismatch { .. } => Some(USAGE),
         ExportError::Recipe(e) => recipe_code(e),

@@ -8,10 +8,15 @@ use std::{
 };
 
 use clap::Args;
-use viaduct_export::bundle::{ExportEvent, ExportRequest, export};
+use viaduct_export::{
+    arch::flux2::imported::contract::Role,
+    bundle::{ExportEvent, ExportRequest, ExportSummary, ImportRequest, export, import},
+};
 
 use super::{
-    ProgressArguments, key_value,
+    ProgressArguments,
+    exit::UsageError,
+    key_value,
     printer::{complain, print},
     progress::Progress,
 };
@@ -20,22 +25,39 @@ use crate::{
     runtime::exit,
 };
 
-/// Turn a checkpoint into a bundle that `viaduct generate` runs.
+/// Turn a checkpoint, or graphs that others exported, into a bundle that `viaduct generate` runs.
 ///
 /// SOURCE is a checkpoint folder in diffusers layout (model_index.json, text_encoder/, transformer/, vae/, tokenizer/).
 /// All dimensions come from its config files; the rest comes from a recipe: --recipe, else the folder's own
 /// recipe.toml, else the family's default.
+///
+/// Or SOURCES are .onnx files: a text encoder, a transformer and an image decoder, in any order. They are told apart by
+/// their inputs.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Arguments {
-    /// Checkpoint folder
-    source: PathBuf,
+    /// Checkpoint folder, or .onnx files
+    #[arg(required_unless_present_any = ["text_encoder", "transformer", "decoder"])]
+    sources: Vec<PathBuf>,
+    /// The text encoder's .onnx file, where its inputs do not tell
+    #[arg(long, value_name = "FILE")]
+    text_encoder: Option<PathBuf>,
+    /// The transformer's .onnx file
+    #[arg(long, value_name = "FILE")]
+    transformer: Option<PathBuf>,
+    /// The image decoder's .onnx file
+    #[arg(long, value_name = "FILE")]
+    decoder: Option<PathBuf>,
+    /// For .onnx files: the folder with tokenizer.json and the chat template
+    #[arg(long, value_name = "DIR")]
+    tokenizer: Option<PathBuf>,
     /// Bundle folder to make
     #[arg(short, long, value_name = "BUNDLE")]
     out: PathBuf,
-    /// How weights are stored: f32, f16, q8 or q4, or a profile of your recipe
-    #[arg(long, default_value = "q8")]
-    profile: String,
+    /// How weights are stored: f32, f16, q8 or q4, or a profile of your recipe; by default q8 for a checkpoint, and as they
+    /// are for graphs
+    #[arg(long)]
+    profile: Option<String>,
     /// A shipped recipe's name or a .toml file
     #[arg(long)]
     recipe: Option<String>,
@@ -55,7 +77,10 @@ pub struct Arguments {
 const EXAMPLES: &str = "\
 Examples:
   viaduct export FLUX.2-klein-4B -o klein-q4 --profile q4
-  viaduct export my-tiny-model -o tiny --profile f32 --set text_encoder.taps=2,4,6 --set text_encoder.length=64";
+  viaduct export my-tiny-model -o tiny --profile f32 --set text_encoder.taps=2,4,6 --set text_encoder.length=64
+  viaduct export text.onnx transformer.onnx decoder.onnx --tokenizer FLUX.2-klein-4B/tokenizer -o imported";
+/// How weights are stored where nothing else is asked for.
+const DEFAULT_PROFILE: &str = "q8";
 
 /// 128 and the signal's number, as shells have it.
 const INTERRUPTED: u8 = 130;
@@ -67,17 +92,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     stop_on_interrupt()?;
     let mut progress = Progress::new(arguments.progress.progress);
     let started = Instant::now();
-    let request = ExportRequest {
-        source: &arguments.source,
-        out: &arguments.out,
-        recipe: arguments.recipe.as_deref(),
-        profile: &arguments.profile,
-        set: &arguments.set,
-        force: arguments.force,
-        fault: None,
-    };
     let mut shown = Shown::default();
-    let summary = export(&request, &mut |event| shown.event(event, &mut progress))?;
+    let summary = made(arguments, &mut |event| shown.event(event, &mut progress))?;
     drop(progress);
     let seconds = started.elapsed().as_secs_f64();
     let stages = summary.manifest.stages.len();
@@ -93,6 +109,43 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         format!("{out}: {stages} stages, {megabytes:.1} MB, {seconds:.1} s ({speed:.0} MB/s)\n")
     };
     print(&report)
+}
+
+fn made(arguments: &Arguments, progress: &mut dyn FnMut(ExportEvent)) -> anyhow::Result<ExportSummary> {
+    let Arguments { sources, out, recipe, set, force, .. } = arguments;
+    let (recipe, force) = (recipe.as_deref(), *force);
+    let usage = |message: &str| Err(UsageError(message.to_owned()).into());
+    let graphs = graphs(arguments);
+    if graphs.is_empty() {
+        let [source] = &sources[..] else {
+            return usage("one checkpoint folder makes a bundle; several sources must be .onnx files");
+        };
+        if arguments.tokenizer.is_some() {
+            return usage("--tokenizer is for .onnx files; a checkpoint has its own");
+        }
+        let profile = arguments.profile.as_deref().unwrap_or(DEFAULT_PROFILE);
+        let request = ExportRequest { source, out, recipe, profile, set, force, fault: None };
+        return Ok(export(&request, progress)?);
+    }
+    if graphs.len() < sources.len() {
+        return usage("a checkpoint folder and .onnx files do not go together");
+    }
+    let Some(tokenizer) = &arguments.tokenizer else {
+        return usage("graphs come without a tokenizer; name its folder with --tokenizer DIR");
+    };
+    let profile = arguments.profile.as_deref();
+    let request = ImportRequest { graphs: &graphs, tokenizer, out, recipe, profile, set, force };
+    Ok(import(&request, progress)?)
+}
+
+/// The sources that are graphs, and what the user says that they are.
+fn graphs(arguments: &Arguments) -> Vec<(Option<Role>, PathBuf)> {
+    let Arguments { text_encoder, transformer, decoder, sources, .. } = arguments;
+    let named =
+        [(Role::TextEncoder, text_encoder), (Role::Transformer, transformer), (Role::Decoder, decoder)];
+    let named = named.into_iter().filter_map(|(role, path)| Some((Some(role), path.clone()?)));
+    let is_graph = |path: &&PathBuf| path.extension().is_some_and(|e| e.eq_ignore_ascii_case("onnx"));
+    named.chain(sources.iter().filter(is_graph).map(|path| (None, path.clone()))).collect()
 }
 
 /// Adds up bytes and hands events on; between two events it also notices an interrupt.

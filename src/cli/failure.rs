@@ -2,7 +2,7 @@
 
 use super::{
     code_of,
-    printer::{complain, in_words, print},
+    printer::{complain, has_printed, in_words, print},
 };
 use crate::pipeline::event::Event;
 
@@ -19,7 +19,7 @@ impl Failure {
     /// Tells of the error, and returns the process's exit code.
     pub fn tell(self, error: &anyhow::Error) -> u8 {
         let (message, code) = (in_words(error), code_of(error));
-        if self.json {
+        if self.json && !has_printed() {
             // What cannot be written cannot be told of there.
             let _ = print(&format!("{}\n", serde_json::json!({ "error": message, "code": code })));
         }

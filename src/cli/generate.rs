@@ -5,7 +5,7 @@ use std::{
     fs,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use anyhow::Context;
@@ -16,7 +16,7 @@ use viaduct_export::{arch::SizesRequest, bundle::Bundle};
 use super::{
     DeviceArguments, ProgressArguments, SizeArguments,
     exit::UsageError,
-    interrupt::{exit_code, on_interrupt},
+    interrupt::{leave, on_interrupt, within},
     memory::MemoryArguments,
     printer::print,
     progress::Progress,
@@ -38,7 +38,7 @@ use crate::{
         size::Size,
     },
     plan::Plan,
-    runtime::{Device, Executor, exit},
+    runtime::{Device, Executor},
 };
 
 /// Draw a picture from a prompt.
@@ -107,13 +107,17 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     check_writable(arguments)?;
     let mut progress = Progress::new(arguments.progress.progress);
     let runs = runs()?;
-    let exchange = Exchange::create(runs.as_ref())?;
-    let mut executor = executor(arguments, &exchange, &mut progress)?;
+    let exchange = match arguments.in_process {
+        true => None,
+        false => Some(Exchange::create(runs.as_ref())?),
+    };
+    let mut executor = executor(arguments, exchange.as_ref(), &mut progress)?;
     let plan = arguments.memory.plan(
         &bundle,
         &picture(&request),
         executor.device(),
         arguments.force,
+        arguments.in_process,
         &mut progress,
     )?;
     let kept = runs.filter(|_| arguments.dump.is_none());
@@ -133,7 +137,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         Some(dump) => dump,
         None => &mut nothing,
     };
-    let place = stop_on_interrupt(&progress, folder.holds_tensors(), &exchange)?;
+    let place = stop_on_interrupt(&progress, folder.holds_tensors(), exchange.as_ref())?;
     let mut listener = Tracked { progress, place, memory: Vec::new(), stop: StopAt::from_environment() };
     let watch = Watch::new(&mut listener, probe);
     let mut run = Run { executor: &mut *executor, plan: Some(&plan), watch, folder };
@@ -157,12 +161,12 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
 
 fn executor(
     arguments: &Arguments,
-    exchange: &Exchange,
+    exchange: Option<&Exchange>,
     progress: &mut Progress,
 ) -> anyhow::Result<Box<dyn Executor>> {
-    Ok(match arguments.in_process {
-        true => Box::new(arguments.device.start(progress)?),
-        false => {
+    Ok(match exchange {
+        None => Box::new(arguments.device.start(progress)?),
+        Some(exchange) => {
             let watchdog = arguments.memory.watchdog(progress);
             Box::new(arguments.device.start_workers(exchange.path(), watchdog, progress)?)
         }
@@ -255,34 +259,38 @@ impl Listener for Tracked {
     }
 }
 
+/// How long the last word may take: standard error may be a pipe that nobody reads.
+const LAST_WORD: Duration = Duration::from_millis(500);
+
 /// An interrupt ends the process at once, but for a file that is being written.
-fn stop_on_interrupt(progress: &Progress, kept: bool, exchange: &Exchange) -> anyhow::Result<Place> {
+fn stop_on_interrupt(progress: &Progress, kept: bool, exchange: Option<&Exchange>) -> anyhow::Result<Place> {
     let place = Place::new(Mutex::new(Position { stage: Some("text_encoder".to_owned()), kept }));
-    let (at, last_word, exchange) = (place.clone(), progress.last_word(), exchange.path().to_owned());
+    let (at, last_word) = (place.clone(), progress.last_word());
+    let exchange = exchange.map(|exchange| exchange.path().to_owned());
     on_interrupt(move |signal| {
         // Held to the end, so that the run gets no further.
         let position = at.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(stage) = position.stage.as_ref() else { return };
         let _held = atomic_file::hold_writes();
-        last_word(Event::warning(match position.kept {
-            true => format!("interrupted in stage {stage}; the same command goes on from what is done"),
+        let event = Event::warning(match position.kept {
+            true => format!("interrupted in stage {stage}; the same command goes on from there"),
             false => format!("interrupted in stage {stage}; nothing was kept"),
-        }));
-        let _ = fs::remove_dir_all(&exchange);
-        exit(exit_code(signal))
+        });
+        let _ = exchange.map(fs::remove_dir_all);
+        within(LAST_WORD, move || last_word(event));
+        leave(signal)
     })?;
     Ok(place)
 }
 
 fn request(arguments: &Arguments, flux2: &Flux2<'_>) -> anyhow::Result<Request> {
-    let parameters = flux2.parameters();
-    let multiple = parameters.vae.pixels_per_token;
-    let own = parameters.vae.default_side;
-    let [width, height] = arguments.size.asked().map(|side| side.unwrap_or(own));
-    let size = Size::new(width, height, multiple)?;
-    let steps = arguments.num_steps.unwrap_or(parameters.schedule.steps);
+    let form = flux2.form();
+    let [width, height] = arguments.size.asked();
+    let own = form.default_size();
+    let size = Size::new(width.unwrap_or(own[0]), height.unwrap_or(own[1]), form.pixels_per_token())?;
+    let steps = arguments.num_steps.unwrap_or(form.steps());
     if !(1..=1000).contains(&steps) {
-        return Err(UsageError(format!("--num-steps (--steps) {steps}: a picture takes 1 to 1000")).into());
+        return Err(UsageError(format!("--num-steps {steps}: a picture takes 1 to 1000")).into());
     }
     let noise = match &arguments.noise {
         Some(path) => {

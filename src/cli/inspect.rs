@@ -10,7 +10,7 @@ use anyhow::Context;
 use clap::Args;
 use serde_json::{Value, json};
 use viaduct_export::{
-    bundle::{Bundle, MANIFEST, PortDim},
+    bundle::{Bundle, PortDim, Stages, gains},
     files::read_limited,
     onnx::{Dim, Graph, ValueId, ValueType, read_graph},
 };
@@ -41,7 +41,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         _ if path.is_dir() => bundle(path, arguments.hashes)?,
         "png" => picture(path)?,
         "onnx" => model(path)?,
-        _ if path.file_name().is_some_and(|name| name == MANIFEST) => {
+        _ if Bundle::is_described_by(path) => {
             bundle(path.parent().unwrap_or(Path::new(".")), arguments.hashes)?
         }
         _ if !path.exists() => {
@@ -73,12 +73,20 @@ fn bundle(path: &Path, hashes: bool) -> anyhow::Result<Value> {
             json!({ "name": stage.name, "inputs": ports(&stage.inputs), "outputs": ports(&stage.outputs) })
         })
         .collect();
-    Ok(json!({
+    let hashed = match (bundle.states_hashes(), hashes) {
+        (false, _) => "not stated in this layout",
+        (true, true) => "all equal",
+        (true, false) => "not read (--hashes reads them)",
+    };
+    let mut report = json!({
         "bundle": manifest.name, "family": manifest.family, "profile": manifest.profile, "writer": manifest.writer,
         "source": manifest.source, "bytes": bundle.bytes(), "files": manifest.files.len(),
-        "hashes": if hashes { "all equal" } else { "not read (--hashes reads them)" },
-        "parameters": manifest.parameters, "stages": stages,
-    }))
+        "hashes": hashed, "parameters": manifest.parameters, "stages": stages,
+    });
+    if bundle.is_imported() {
+        report["reexport_gains"] = serde_json::to_value(gains(&bundle)?)?;
+    }
+    Ok(report)
 }
 
 fn dims(dims: &[PortDim]) -> String {

@@ -4,8 +4,12 @@ use std::{
     io::{self, Read},
     os::fd::IntoRawFd,
     ptr,
-    sync::atomic::{AtomicBool, AtomicI32, Ordering},
+    sync::{
+        atomic::{AtomicBool, AtomicI32, Ordering},
+        mpsc,
+    },
     thread,
+    time::Duration,
 };
 
 const SIGNALS: [i32; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
@@ -16,7 +20,7 @@ static PIPE: AtomicI32 = AtomicI32::new(-1);
 static SEEN: AtomicBool = AtomicBool::new(false);
 
 /// The exit code of a process that a signal ends, as shells have it.
-pub fn exit_code(signal: u8) -> u8 {
+fn exit_code(signal: u8) -> u8 {
     128 + signal
 }
 
@@ -33,6 +37,24 @@ pub fn on_interrupt(act: impl FnOnce(u8) + Send + 'static) -> io::Result<()> {
         }
     })?;
     SIGNALS.into_iter().try_for_each(install)
+}
+
+/// Does something for a while at most; what takes longer goes on alone.
+pub fn within(limit: Duration, act: impl FnOnce() + Send + 'static) {
+    let (done, wait) = mpsc::channel();
+    let thread = thread::Builder::new().spawn(move || {
+        act();
+        let _ = done.send(());
+    });
+    if thread.is_ok() {
+        let _ = wait.recv_timeout(limit);
+    }
+}
+
+/// Ends the process that a signal has interrupted, without a lock that another thread may hold for ever.
+pub fn leave(signal: u8) -> ! {
+    // SAFETY: ends the process; nothing of it runs afterwards.
+    unsafe { libc::_exit(i32::from(exit_code(signal))) }
 }
 
 fn install(signal: i32) -> io::Result<()> {

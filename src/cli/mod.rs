@@ -8,6 +8,7 @@ mod generate;
 mod inspect;
 mod interrupt;
 mod memory;
+mod model_folder;
 mod printer;
 mod progress;
 mod report;

@@ -1,11 +1,23 @@
 //! Text for people and programs: results on standard output, everything else on standard error.
 
-use std::io::{self, Write};
+use std::{
+    io::{self, Write},
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 use anyhow::Context;
 
+/// Whether a result was printed, so that an error that comes with it is not printed as a second one.
+static PRINTED: AtomicBool = AtomicBool::new(false);
+
+/// Whether a result is on standard output.
+pub fn has_printed() -> bool {
+    PRINTED.load(Ordering::Relaxed)
+}
+
 /// Prints a result and flushes it. A reader that has gone away has read enough; any other trouble is an error.
 pub fn print(text: &str) -> anyhow::Result<()> {
+    PRINTED.store(true, Ordering::Relaxed);
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),

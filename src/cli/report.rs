@@ -9,7 +9,7 @@ use anyhow::Context;
 use clap::Args;
 use viaduct_export::{
     arch::{SizesError, SizesRequest},
-    bundle::{Bundle, MANIFEST, Outline, OutlineRequest, OutlineSource, Stages},
+    bundle::{Bundle, Outline, OutlineRequest, OutlineSource, Stages},
     bytes::ByteSize,
     device::DeviceProfile,
     files::read_limited,
@@ -147,7 +147,7 @@ fn planned(arguments: &Arguments, device: DeviceProfile) -> anyhow::Result<Plann
             ));
         }
     };
-    let is_bundle = path.join(MANIFEST).exists();
+    let is_bundle = Bundle::is_at(path);
     if path.is_dir() && !is_bundle && CHECKPOINT.iter().any(|file| path.join(file).exists()) {
         return outline(OutlineSource::Checkpoint { folder: path, recipe: None });
     }
@@ -155,7 +155,7 @@ fn planned(arguments: &Arguments, device: DeviceProfile) -> anyhow::Result<Plann
     refuse(&of_recipes, "is for recipes and checkpoints; a bundle or a model is as it was exported")?;
     if path.is_dir() {
         of_stages(&Bundle::open(path)?, arguments, device)
-    } else if path.file_name().is_some_and(|name| name == MANIFEST) {
+    } else if Bundle::is_described_by(path) {
         of_stages(&Bundle::open(path.parent().unwrap_or(Path::new("")))?, arguments, device)
     } else {
         of_model(path, arguments, device)
@@ -234,23 +234,44 @@ fn of_model(path: &Path, arguments: &Arguments, device: DeviceProfile) -> anyhow
     let asked = arguments.budget.map(|budget| budget.0);
     let budget = Budget::asked(&device, asked);
     let graphs = [(name.clone(), model)];
-    let planned = |sizes: &Sizes| Plan::new(&graphs, &|_| sizes.clone(), &device, budget);
+    let planned = |sizes: &Sizes| Plan::new(&graphs, &|_| sizes.clone(), &device, budget, 0);
     let plan = planned(&sizes);
-    let fits = plan.check(&file, || nearest(&arguments.dim, &|sizes| planned(sizes).offender().is_none()));
+    let fits = plan.check(&file, || {
+        // What the graph contradicts at any size is no reason against one.
+        let possible = |smaller: &Plan| plan.contradicts() || !smaller.contradicts();
+        nearest(&arguments.dim, &|sizes| planned(sizes).offender().is_none(), &|sizes| {
+            possible(&planned(sizes))
+        })
+    });
     let settings = plan.settings(&name);
     let [(_, model)] = graphs.clone();
     let stage = StageReport::new(&name, model, &sizes, &device, settings);
     Ok((Report::new(file, None, device, asked, &plan, vec![stage]), fits))
 }
 
-/// The largest sizes of about the same proportions that fit, as they would be typed.
-fn nearest(dims: &[(String, usize)], fits: &dyn Fn(&Sizes) -> bool) -> Option<String> {
+/// The largest sizes of about the same proportions that fit and that the graph can have, as they would be typed. What a
+/// graph contradicts takes less memory than it seems to, so only sizes are tried that it can have: a graph may want
+/// multiples of a power of two.
+fn nearest(
+    dims: &[(String, usize)],
+    fits: &dyn Fn(&Sizes) -> bool,
+    possible: &dyn Fn(&Sizes) -> bool,
+) -> Option<String> {
     let longest = dims.iter().map(|dim| dim.1).max()?;
     let scaled = |part: usize| {
         let size = move |size: usize| (size as u128 * part as u128 / longest as u128).max(1) as usize;
         dims.iter().map(move |(name, own)| (name.clone(), size(*own)))
     };
-    let part = largest_that(longest, |part| fits(&scaled(part).collect()))?;
+    let can_have = |part: usize| part > 0 && possible(&scaled(part).collect());
+    let steps = (0..=8).map(|bits| 1usize << bits);
+    let step = steps
+        .map(|step| (step, longest / step))
+        .find(|(step, count)| *count > 1 && can_have(count * step) && can_have((count - 1) * step));
+    let (step, _) = step?;
+    let part = step * largest_that(longest.div_ceil(step), |count| fits(&scaled(count * step).collect()))?;
+    if !can_have(part) {
+        return None;
+    }
     let typed: Vec<String> = scaled(part).map(|(name, size)| format!("--dim {name}={size}")).collect();
     Some(typed.join(" "))
 }

@@ -1,7 +1,7 @@
 //! `viaduct rewrite`
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     fmt, fs,
     path::{Path, PathBuf},
     time::Instant,
@@ -12,11 +12,16 @@ use regex::Regex;
 use serde_json::json;
 use viaduct_export::{
     bytes::ByteSize,
-    onnx::{Model, WriteOptions, read_model, write_model_with},
-    passes::{AttentionForm, Linears, PASSES, Pass, Report, SEQUENCES, Settings, apply, pass, sequence},
+    onnx::{Dim, Graph, Model, ValueId, ValueType, WriteOptions, read_model, write_model_with},
+    passes::{
+        AttentionForm, Linears, PASSES, Part, Pass, Refusal, Report, SEQUENCES, SPLITS, Settings, Split,
+        Splitting, apply, pass, sequences, split, split_named,
+    },
 };
 
-use super::{ProgressArguments, dimension, exit::UsageError, printer::print, progress::Progress};
+use super::{
+    ProgressArguments, dimension, exit::UsageError, model_folder, printer::print, progress::Progress,
+};
 use crate::{
     atomic_file::FileError,
     pipeline::event::{Event, Listener},
@@ -33,8 +38,8 @@ pub struct Arguments {
     /// The model, an .onnx file; its external data lies beside it
     #[arg(required_unless_present = "list")]
     source: Option<PathBuf>,
-    /// The .onnx file to write
-    #[arg(short, long, value_name = "FILE", required_unless_present = "list")]
+    /// The .onnx file to write; with a split, the folder
+    #[arg(short, long, value_name = "PATH", required_unless_present = "list")]
     out: Option<PathBuf>,
     /// A named sequence of passes; may be repeated
     #[arg(long, value_name = "NAME")]
@@ -42,7 +47,7 @@ pub struct Arguments {
     /// A single pass, after the sequences; may be repeated
     #[arg(long, value_name = "NAME")]
     pass: Vec<String>,
-    /// List the passes and sequences
+    /// List the passes, sequences and splits
     #[arg(long)]
     list: bool,
     /// Bind a size of the graph for good; may be repeated
@@ -56,7 +61,9 @@ pub struct Arguments {
     slices: u16,
     #[command(flatten)]
     linears: LinearArguments,
-    /// Replace an existing file
+    #[command(flatten)]
+    splitting: SplitArguments,
+    /// Replace an existing file, or folder of models
     #[arg(long)]
     force: bool,
     /// Print the result as JSON
@@ -83,6 +90,56 @@ struct LinearArguments {
     exclude: Vec<Regex>,
 }
 
+/// Whether and where the model is cut, after the passes, into parts that run one after another.
+#[derive(Args)]
+struct SplitArguments {
+    /// Cut the model into parts; with --at or --max-bytes alone, split_at
+    #[arg(long, value_name = "NAME")]
+    split: Option<String>,
+    /// Cut behind what this value depends on; may be repeated
+    #[arg(long, value_name = "VALUE")]
+    at: Vec<String>,
+    /// Cut so that no part takes more: weights and live values, or with split_vae what WebGPU is predicted to take
+    #[arg(long, value_name = "SIZE", conflicts_with = "at")]
+    max_bytes: Option<ByteSize>,
+    /// A size of the graph, which stays open, to count bytes for; may be repeated
+    #[arg(long, value_name = "NAME=N", value_parser = dimension)]
+    size: Vec<(String, usize)>,
+    /// Up blocks of an image decoder that begin a part of their own, counted from 0
+    #[arg(long, value_name = "N,...", value_delimiter = ',')]
+    cuts: Vec<usize>,
+    /// Query rows per run of an attention of its own; left open otherwise
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    chunk_rows: Option<u32>,
+}
+
+impl SplitArguments {
+    /// The split that was asked for.
+    fn chosen(&self) -> anyhow::Result<Option<&'static Split>> {
+        let name = match &self.split {
+            Some(name) => name.as_str(),
+            None if !self.at.is_empty() || self.max_bytes.is_some() => "split_at",
+            None if !self.cuts.is_empty() || self.chunk_rows.is_some() || !self.size.is_empty() => {
+                let message =
+                    "--cuts, --chunk-rows and --size are for a split: add --split NAME (see --list)";
+                return Err(UsageError(message.to_owned()).into());
+            }
+            None => return Ok(None),
+        };
+        Ok(Some(split_named(name)?))
+    }
+
+    fn settings(&self) -> Splitting {
+        Splitting {
+            at: self.at.clone(),
+            max_bytes: self.max_bytes.map(|bytes| bytes.0),
+            sizes: self.size.iter().cloned().collect(),
+            cuts: self.cuts.clone(),
+            chunk_rows: self.chunk_rows.map(|rows| rows as usize),
+        }
+    }
+}
+
 #[derive(Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 enum Attention {
     /// One fused operator; `viaduct generate` writes it out where a device computes it wrongly
@@ -98,7 +155,9 @@ Examples:
   viaduct rewrite model.onnx -o lean.onnx --passes lean
   viaduct rewrite dit.onnx -o out/dit.onnx --passes q8 --dim text_seq=512 --exclude 'norm_out|time'
   viaduct rewrite te.onnx -o te-safe.onnx --passes webgpu --attention written --slices 4
-  viaduct rewrite model.onnx -o model2.onnx --pass fold_constants --pass drop_dead";
+  viaduct rewrite model.onnx -o model2.onnx --pass fold_constants --pass drop_dead
+  viaduct rewrite vae.onnx -o vae-stages --passes webgpu --split split_vae --cuts 2,3
+  viaduct rewrite model.onnx -o parts --max-bytes 512MiB --size rows=4096";
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if arguments.list {
@@ -107,48 +166,190 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let (Some(source), Some(out)) = (&arguments.source, &arguments.out) else {
         return Err(UsageError("a model and -o are needed".to_owned()).into());
     };
-    check_target(source, out, arguments.force)?;
-    let passes = chosen(arguments)?;
+    let chosen_split = arguments.splitting.chosen()?;
+    match chosen_split {
+        Some(_) => model_folder::check_target(source, out, arguments.force)?,
+        None => check_target(source, out, arguments.force)?,
+    }
+    let passes = chosen(arguments, chosen_split.is_some())?;
+    let settings = settings(arguments);
     let started = Instant::now();
     let mut progress = Progress::new(arguments.progress.progress);
     let mut model = read_model(source)?;
     let before = Counts::of(&model);
-    let reports = apply(&mut model, &passes, &settings(arguments))?;
-    let after = Counts::of(&model);
-    let (mut done, total) = (0, Some(model.constant_bytes()));
-    write_model_with(&model, out, &WriteOptions::default(), &mut |bytes| {
-        done += bytes;
-        progress.on_event(Event::Bytes { what: "writing".to_owned(), done, total });
-    })?;
-    drop(progress);
-    let seconds = started.elapsed().as_secs_f64();
-    if arguments.json {
-        let reports: Vec<_> = reports.iter().map(report_json).collect();
-        let value = json!({
-            "model": out.to_string_lossy(), "seconds": seconds, "passes": reports,
-            "before": before.json(), "after": after.json(),
-        });
-        return print(&format!("{value}\n"));
+    let reports = apply(&mut model, &passes, &settings)?;
+    let parts = chosen_split.map(|chosen| cut(&model, chosen, &settings)).transpose()?;
+    let mut writing = Writing { progress: &mut progress, done: 0, total: 0 };
+    match &parts {
+        Some(parts) => writing.parts(&parts.parts, out)?,
+        None => writing.model(&model, out)?,
     }
-    let table = table(&reports);
-    print(&format!("{table}{}: {before} -> {after}, {seconds:.1} s\n", out.display()))
+    drop(progress);
+    let result = Rewrite { out, before, after: Counts::of(&model), reports, parts, started };
+    print(&if arguments.json { result.json() } else { result.table() })
+}
+
+/// A model that was cut.
+struct Cut {
+    parts: Vec<Part>,
+    /// Cuts that were not made.
+    refused: Vec<Refusal>,
+}
+
+fn cut(model: &Model, chosen: &Split, settings: &Settings) -> anyhow::Result<Cut> {
+    let (parts, outcome) = split(model, chosen, settings)?;
+    match outcome.refused.first() {
+        Some(refusal) if parts.is_empty() => {
+            let message =
+                format!("{} leaves the model whole: {}: {}", chosen.name, refusal.place, refusal.why);
+            Err(UsageError(printable(&message)).into())
+        }
+        _ => Ok(Cut { parts, refused: outcome.refused }),
+    }
+}
+
+/// Writes models and says how far it is.
+struct Writing<'a> {
+    progress: &'a mut Progress,
+    done: u64,
+    total: u64,
+}
+
+impl Writing<'_> {
+    fn model(&mut self, model: &Model, out: &Path) -> anyhow::Result<()> {
+        self.total = model.constant_bytes();
+        write_model_with(model, out, &WriteOptions::default(), &mut |bytes| self.wrote(bytes))?;
+        Ok(())
+    }
+
+    fn parts(&mut self, parts: &[Part], out: &Path) -> anyhow::Result<()> {
+        self.total = parts.iter().map(|part| part.model.constant_bytes()).sum();
+        model_folder::write(parts, out, &mut |bytes| self.wrote(bytes))
+    }
+
+    fn wrote(&mut self, bytes: u64) {
+        self.done += bytes;
+        let (what, done, total) = ("writing".to_owned(), self.done, Some(self.total));
+        self.progress.on_event(Event::Bytes { what, done, total });
+    }
+}
+
+/// What was done, to be printed.
+struct Rewrite<'a> {
+    out: &'a Path,
+    before: Counts,
+    after: Counts,
+    reports: Vec<Report>,
+    parts: Option<Cut>,
+    started: Instant,
+}
+
+impl Rewrite<'_> {
+    fn seconds(&self) -> f64 {
+        self.started.elapsed().as_secs_f64()
+    }
+
+    fn json(&self) -> String {
+        let reports: Vec<_> = self.reports.iter().map(report_json).collect();
+        let mut value = json!({
+            "model": self.out.to_string_lossy(), "seconds": self.seconds(), "passes": reports,
+            "before": self.before.json(), "after": self.after.json(),
+        });
+        if let Some(cut) = &self.parts {
+            value["parts"] = cut.parts.iter().map(part_json).collect();
+            value["refused"] = cut.refused.iter().map(refusal_json).collect();
+        }
+        format!("{value}\n")
+    }
+
+    fn table(&self) -> String {
+        let (out, before, after, seconds) = (self.out.display(), &self.before, &self.after, self.seconds());
+        let mut text = if self.reports.is_empty() { String::new() } else { table(&self.reports) };
+        for refusal in self.parts.iter().flat_map(|cut| &cut.refused) {
+            text.push_str(&printable(&format!("not cut at {}: {}\n", refusal.place, refusal.why)));
+        }
+        text.push_str(&format!("{out}: {before} -> {after}, {seconds:.1} s\n"));
+        for part in self.parts.iter().flat_map(|cut| &cut.parts) {
+            text.push_str(&printable(&part_lines(part)));
+        }
+        text
+    }
+}
+
+/// A part in three lines: what it consists of, what it takes and what it gives.
+fn part_lines(part: &Part) -> String {
+    let graph = &part.model.graph;
+    let list = |ids: &[ValueId]| ids.iter().map(|id| port(graph, *id)).collect::<Vec<_>>().join(", ");
+    format!(
+        "  {}.onnx: {}\n    takes {}\n    gives {}\n",
+        part.name,
+        Counts::of(&part.model),
+        list(&graph.inputs),
+        list(&graph.outputs)
+    )
+}
+
+/// `name [1, rows] f32`.
+fn port(graph: &Graph, id: ValueId) -> String {
+    let value = &graph[id];
+    match &value.ty {
+        Some(ValueType::Tensor { dtype, shape: Some(shape) }) => {
+            format!("{} [{}] {}", value.name, dims(shape).join(", "), dtype.name())
+        }
+        _ => value.name.clone(),
+    }
+}
+
+fn dims(shape: &[Dim]) -> Vec<String> {
+    let text = |dim: &Dim| match dim {
+        Dim::Fixed(size) => size.to_string(),
+        Dim::Symbol(name) => name.clone(),
+        Dim::Unknown => "?".to_owned(),
+    };
+    shape.iter().map(text).collect()
+}
+
+fn part_json(part: &Part) -> serde_json::Value {
+    let graph = &part.model.graph;
+    let ports =
+        |ids: &[ValueId]| -> Vec<serde_json::Value> { ids.iter().map(|id| port_json(graph, *id)).collect() };
+    let mut value = Counts::of(&part.model).json();
+    value["name"] = json!(part.name);
+    value["inputs"] = json!(ports(&graph.inputs));
+    value["outputs"] = json!(ports(&graph.outputs));
+    value
+}
+
+fn port_json(graph: &Graph, id: ValueId) -> serde_json::Value {
+    let value = &graph[id];
+    match &value.ty {
+        Some(ValueType::Tensor { dtype, shape }) => {
+            json!({ "name": value.name, "dtype": dtype.name(), "shape": shape.as_deref().map(dims) })
+        }
+        _ => json!({ "name": value.name }),
+    }
+}
+
+fn refusal_json(refusal: &Refusal) -> serde_json::Value {
+    json!({ "place": refusal.place, "why": refusal.why })
+}
+
+/// Names come from files.
+fn printable(text: &str) -> String {
+    text.replace(|c: char| c.is_control() && c != '\n', "\u{fffd}")
 }
 
 /// The passes that were asked for, in order.
-fn chosen(arguments: &Arguments) -> anyhow::Result<Vec<&'static Pass>> {
-    let mut passes = Vec::new();
-    for name in &arguments.passes {
-        passes.extend(sequence(name)?);
-    }
+fn chosen(arguments: &Arguments, splits: bool) -> anyhow::Result<Vec<&'static Pass>> {
+    let names: Vec<&str> = arguments.passes.iter().map(String::as_str).collect();
+    let mut passes = sequences(&names)?;
     for name in &arguments.pass {
         passes.push(pass(name)?);
     }
-    // Sequences share their beginnings.
-    let mut seen = BTreeSet::new();
-    passes.retain(|pass| seen.insert(pass.name));
-    if passes.is_empty() {
+    if passes.is_empty() && !splits {
         let names: Vec<&str> = SEQUENCES.iter().map(|sequence| sequence.name).collect();
-        let message = format!("nothing to do: --passes {} or --pass NAME (see --list)", names.join("|"));
+        let message =
+            format!("nothing to do: --passes {}, --pass NAME or --split NAME (see --list)", names.join("|"));
         return Err(UsageError(message).into());
     }
     Ok(passes)
@@ -167,7 +368,8 @@ fn settings(arguments: &Arguments) -> Settings {
         Attention::Fused => AttentionForm::Fused,
         Attention::Written => AttentionForm::Written { slices: usize::from(arguments.slices) },
     };
-    Settings { sizes: arguments.dim.iter().cloned().collect(), linears, attention }
+    let split = arguments.splitting.settings();
+    Settings { sizes: arguments.dim.iter().cloned().collect(), linears, attention, split }
 }
 
 /// Refuses a target that exists, or that is the source: its weights are read while the new ones are written.
@@ -224,13 +426,11 @@ fn table(reports: &[Report]) -> String {
         }
         text.push('\n');
     }
-    // Names come from files.
-    text.replace(|c: char| c.is_control() && c != '\n', "\u{fffd}")
+    printable(&text)
 }
 
 fn report_json(report: &Report) -> serde_json::Value {
-    let refused: Vec<_> =
-        report.refused.iter().map(|refusal| json!({ "place": refusal.place, "why": refusal.why })).collect();
+    let refused: Vec<_> = report.refused.iter().map(refusal_json).collect();
     let matched = report.applied + report.refused.len();
     json!({ "pass": report.pass.name, "matched": matched, "applied": report.applied, "refused": refused })
 }
@@ -250,7 +450,11 @@ fn list(as_json: bool) -> String {
                 )
             })
             .collect();
-        return format!("{}\n", json!({ "passes": passes, "sequences": sequences }));
+        let splits: Vec<_> = SPLITS
+            .iter()
+            .map(|split| json!({ "name": split.name, "what": split.what, "why": split.why }))
+            .collect();
+        return format!("{}\n", json!({ "passes": passes, "sequences": sequences, "splits": splits }));
     }
     let mut text = "Sequences (--passes NAME):\n".to_owned();
     for sequence in SEQUENCES {
@@ -265,6 +469,10 @@ fn list(as_json: bool) -> String {
     text.push_str("\nPasses (--pass NAME):\n");
     for pass in PASSES {
         text.push_str(&format!("  {}: {}\n      because {}\n", pass.name, pass.what, pass.why));
+    }
+    text.push_str("\nSplits (--split NAME; -o is a folder):\n");
+    for split in SPLITS {
+        text.push_str(&format!("  {}: {}\n      because {}\n", split.name, split.what, split.why));
     }
     text
 }

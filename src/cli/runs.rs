@@ -4,9 +4,12 @@ use std::{
     collections::BTreeMap,
     env,
     ffi::CString,
-    fs::{self, DirBuilder},
+    fs::{self, DirBuilder, File, Permissions},
     io,
-    os::unix::{ffi::OsStrExt, fs::DirBuilderExt},
+    os::unix::{
+        ffi::OsStrExt,
+        fs::{DirBuilderExt, MetadataExt, PermissionsExt},
+    },
     path::{Path, PathBuf},
     thread,
 };
@@ -14,6 +17,7 @@ use std::{
 use anyhow::Context;
 use sha2::{Digest, Sha256};
 use sysinfo::System;
+use tempfile::TempDir;
 use viaduct_export::{bundle::Bundle, bytes::ByteSize, files::hex};
 
 use super::exit::UsageError;
@@ -51,48 +55,77 @@ pub fn runs() -> Result<Option<Runs>, UsageError> {
     Ok(Some(Runs { root, limit }))
 }
 
-/// Begins the name of a folder for tensors that pass between processes; the number of the process that made it ends it.
+/// Begins the name of a folder for tensors that pass between processes; random letters end it.
 const EXCHANGE: &str = "exchange-";
 /// Bytes that must be free where that folder lies.
 const LEAST_ROOM: u64 = 256 << 20;
+/// How often a new folder may be taken for an abandoned one before it is locked.
+const ATTEMPTS: usize = 10;
 
 /// A folder for the tensors of this process and its workers. It goes when it is dropped, or with a later run if the
 /// process dies.
 pub struct Exchange {
-    path: PathBuf,
+    folder: TempDir,
+    /// On the folder, so that nobody takes it for abandoned.
+    _lock: File,
 }
 
 impl Exchange {
     /// Beside the kept runs, which are on a disk: temporary folders often lie in memory. A disk that is nearly full is
     /// passed over.
     pub fn create(runs: Option<&Runs>) -> anyhow::Result<Exchange> {
-        let mut places: Vec<PathBuf> = runs.map(|runs| runs.root.clone()).into_iter().collect();
-        places.push(env::temp_dir().join("viaduct"));
+        let kept = runs.map(|runs| runs.root.clone());
+        let made = |root: &PathBuf| fs::create_dir_all(root);
+        let mut places: Vec<(PathBuf, io::Result<()>)> =
+            kept.into_iter().map(|root| (root.clone(), made(&root))).collect();
+        let private = env::temp_dir().join(format!("viaduct-{}", own_id()));
+        places.push((private.clone(), make_private(&private)));
         let mut last = None;
-        for root in &places {
-            let path = root.join(format!("{EXCHANGE}{}", std::process::id()));
-            let created = fs::create_dir_all(root)
-                .and_then(|()| remove_abandoned(root))
-                .and_then(|()| has_room(root))
-                // What is drawn is nobody else's business.
-                .and_then(|()| DirBuilder::new().mode(0o700).create(&path));
-            match created {
-                Ok(()) => return Ok(Exchange { path }),
-                Err(e) => last = Some((path, e)),
+        for (root, made) in places {
+            match made.and_then(|()| Exchange::create_in(&root)) {
+                Ok(exchange) => return Ok(exchange),
+                Err(e) => last = Some((root, e)),
             }
         }
-        let (path, error) = last.expect("there is at least one place");
-        Err(error).with_context(|| format!("no folder for the workers' tensors: {}", path.display()))
+        let (root, error) = last.expect("there is at least one place");
+        Err(error).with_context(|| format!("no folder for the workers' tensors in {}", root.display()))
+    }
+
+    fn create_in(root: &Path) -> io::Result<Exchange> {
+        remove_abandoned(root)?;
+        has_room(root)?;
+        for _ in 0..ATTEMPTS {
+            // What is drawn is nobody else's business.
+            let private = Permissions::from_mode(0o700);
+            let folder = tempfile::Builder::new().prefix(EXCHANGE).permissions(private).tempdir_in(root)?;
+            let lock = File::open(folder.path())?;
+            if lock.try_lock().is_ok() && folder.path().exists() {
+                return Ok(Exchange { folder, _lock: lock });
+            }
+        }
+        Err(io::Error::other("the folder vanishes again and again"))
     }
 
     pub fn path(&self) -> &Path {
-        &self.path
+        self.folder.path()
     }
 }
 
-impl Drop for Exchange {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.path);
+fn own_id() -> u32 {
+    // SAFETY: reads a number of this process.
+    unsafe { libc::geteuid() }
+}
+
+/// A folder in a place where everyone may make one: it must be this user's, and closed to others.
+fn make_private(folder: &Path) -> io::Result<()> {
+    match DirBuilder::new().mode(0o700).create(folder) {
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
+        _ => {}
+    }
+    let found = fs::symlink_metadata(folder)?;
+    match found.is_dir() && found.uid() == own_id() && found.mode() & 0o077 == 0 {
+        true => Ok(()),
+        false => Err(io::Error::new(io::ErrorKind::PermissionDenied, "it is not this user's alone")),
     }
 }
 
@@ -113,13 +146,13 @@ fn has_room(folder: &Path) -> io::Result<()> {
     }
 }
 
-/// Removes the folders of processes that are no more, and one of a process that had this one's number.
+/// Removes the folders of runs that were killed. A living one holds a lock on its folder, which the system takes back when
+/// the process ends, however it ends, and whichever processes this one can see.
 fn remove_abandoned(root: &Path) -> io::Result<()> {
     for entry in fs::read_dir(root)?.flatten() {
-        let name = entry.file_name();
-        let process = name.to_str().and_then(|name| name.strip_prefix(EXCHANGE)?.parse::<u32>().ok());
-        let gone = |id: u32| id == std::process::id() || !Path::new(&format!("/proc/{id}")).exists();
-        if process.is_some_and(gone) {
+        let named = entry.file_name().to_str().is_some_and(|name| name.starts_with(EXCHANGE));
+        let abandoned = || File::open(entry.path()).is_ok_and(|folder| folder.try_lock().is_ok());
+        if named && entry.file_type()?.is_dir() && abandoned() {
             let _ = fs::remove_dir_all(entry.path());
         }
     }
@@ -138,7 +171,7 @@ pub fn identity(
     Identity {
         viaduct: env!("CARGO_PKG_VERSION").to_owned(),
         bundle: format!("{} {}", bundle.manifest.name, bundle.manifest.profile),
-        manifest: sha256(&manifest),
+        manifest: sha256(&[manifest, files_state(bundle)].concat()),
         prompt: request.prompt.clone(),
         width: request.size.width(),
         height: request.size.height(),
@@ -150,6 +183,16 @@ pub fn identity(
         },
         device: device_identity(device, plan),
     }
+}
+
+/// Sizes of a bundle's files, and when they were last written: a file that was replaced since makes another picture.
+fn files_state(bundle: &Bundle) -> Vec<u8> {
+    let paths = bundle.manifest.files.iter().filter_map(|file| bundle.path(&file.path).ok());
+    let states = paths.map(|path| match fs::metadata(&path) {
+        Ok(file) => format!("{} {}.{}\n", file.len(), file.mtime(), file.mtime_nsec()),
+        Err(_) => "absent\n".to_owned(),
+    });
+    states.collect::<String>().into_bytes()
 }
 
 /// The processor counts for every provider: it runs the CPU's kernels, software adapters and the host's arithmetic.

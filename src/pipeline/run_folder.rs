@@ -17,15 +17,16 @@ use viaduct_export::files::{hex, open_regular, read_limited};
 
 use super::{
     event::{Event, Listener},
+    image::{ImageError, check_finite},
     runs::{Claim, ID_DIGITS, Runs, tensor_files},
 };
 use crate::{
-    atomic_file::{self, Existing, FileError, PARTIAL},
+    atomic_file::{self, Existing, FileError},
     npy::{self, NpyError},
     tensor::HostTensor,
 };
 
-const IDENTITY: &str = "identity.json";
+pub(super) const IDENTITY: &str = "identity.json";
 /// Longer than a prompt that a command line can hold.
 const MAX_IDENTITY_BYTES: u64 = 16 << 20;
 /// Digits of a tensor's checksum: enough against accidents, which is all that it is for.
@@ -38,7 +39,7 @@ pub struct Identity {
     pub viaduct: String,
     /// Name and profile, for people.
     pub bundle: String,
-    /// SHA-256 of the bundle's manifest, which states the hash of every file.
+    /// SHA-256 of the bundle's manifest, which states the hash of every file, and of the files' sizes and times.
     pub manifest: String,
     pub prompt: String,
     pub width: usize,
@@ -97,6 +98,8 @@ enum LoadError {
     Io(#[from] io::Error),
     #[error(transparent)]
     Npy(#[from] NpyError),
+    #[error(transparent)]
+    Unusable(#[from] ImageError),
     #[error("its checksum is {found}")]
     Checksum { found: String },
 }
@@ -215,7 +218,7 @@ impl RunFolder {
         let open = self.open.as_mut()?;
         let file = open.tensors.get(name)?;
         let path = open.claim.folder.join(file);
-        match load(&path) {
+        match load(name, &path) {
             Ok(tensor) => Some(tensor),
             Err(e) => {
                 let message = format!("{} is damaged and computed again: {e}", path.display());
@@ -235,12 +238,12 @@ impl RunFolder {
         self.resumed_from = Some(point);
     }
 
-    /// What an earlier attempt had finished: `step 3/4`, `vae_pre`.
     /// Whether something is kept that the same run would go on from.
     pub fn holds_tensors(&self) -> bool {
         self.open.as_ref().is_some_and(|open| !open.tensors.is_empty())
     }
 
+    /// What an earlier attempt had finished: `step 3/4`, `vae_pre`.
     pub fn resumed_from(&self) -> Option<&str> {
         self.resumed_from.as_deref()
     }
@@ -300,7 +303,7 @@ impl Open {
     fn clear_partials(&self) -> io::Result<()> {
         for entry in fs::read_dir(&self.claim.folder)? {
             let path = entry?.path();
-            if path.as_os_str().as_encoded_bytes().ends_with(PARTIAL.as_bytes()) {
+            if path.file_name().is_some_and(atomic_file::is_temporary) {
                 fs::remove_file(path)?;
             }
         }
@@ -309,9 +312,12 @@ impl Open {
 
     /// Bytes written; none where they are too many.
     fn keep(&mut self, tensors: &[(&str, &HostTensor)], needed: &[&str]) -> Result<Option<u64>, KeepError> {
-        let sums: Vec<(String, u64)> = tensors.iter().map(|(_, tensor)| checksum(tensor)).collect();
+        let sums: Vec<(String, u64)> = tensors.iter().map(|(name, tensor)| checksum(name, tensor)).collect();
         let bytes = sums.iter().fold(0u64, |sum, (_, bytes)| sum.saturating_add(*bytes));
-        if bytes > self.runs.limit || sums.iter().any(|(_, bytes)| *bytes > npy::MAX_FILE_BYTES) {
+        let own: Vec<&str> = tensors.iter().map(|(name, _)| *name).collect();
+        let stays = needed.iter().filter(|name| !own.contains(name)).map(|name| self.bytes_of(name));
+        let together = stays.fold(bytes, u64::saturating_add);
+        if together > self.runs.limit || sums.iter().any(|(_, bytes)| *bytes > npy::MAX_FILE_BYTES) {
             return Ok(None);
         }
         self.runs.make_room(bytes, &self.claim.folder);
@@ -324,9 +330,14 @@ impl Open {
                 let _ = fs::remove_file(self.claim.folder.join(old));
             }
         }
-        let own = tensors.iter().map(|(name, _)| *name);
-        self.forget_all_but(&own.chain(needed.iter().copied()).collect::<Vec<_>>());
+        self.forget_all_but(&[&own, needed].concat());
         Ok(Some(bytes))
+    }
+
+    /// Bytes of a kept tensor.
+    fn bytes_of(&self, name: &str) -> u64 {
+        let file = self.tensors.get(name).map(|file| self.claim.folder.join(file));
+        file.and_then(|file| fs::metadata(file).ok()).map_or(0, |metadata| metadata.len())
     }
 
     fn forget_all_but(&mut self, needed: &[&str]) {
@@ -343,7 +354,7 @@ impl Open {
 }
 
 /// The tensor's name in the name of its file.
-fn name_of(file: &str) -> Option<&str> {
+pub(super) fn name_of(file: &str) -> Option<&str> {
     let (name, sum) = file.strip_suffix(".npy")?.rsplit_once('.')?;
     (is_plain(name) && sum.len() == CHECKSUM_DIGITS).then_some(name)
 }
@@ -353,34 +364,39 @@ fn is_plain(name: &str) -> bool {
     !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
 }
 
-/// Reads a tensor whose file's name states its checksum.
-fn load(path: &Path) -> Result<HostTensor, LoadError> {
+/// Reads a tensor whose file's name states its name and its checksum.
+fn load(name: &str, path: &Path) -> Result<HostTensor, LoadError> {
     let (file, bytes) = open_regular(path)?;
-    let mut sum = Checksum::default();
+    let mut sum = Checksum::of(name);
     io::copy(&mut file.take(bytes), &mut sum)?;
     let found = sum.finish().0;
     let stem = path.file_stem().unwrap_or_default().as_encoded_bytes();
     if !stem.ends_with(format!(".{found}").as_bytes()) {
         return Err(LoadError::Checksum { found });
     }
-    Ok(npy::read(path)?)
+    let tensor = npy::read(path)?;
+    check_finite(name, None, &tensor)?;
+    Ok(tensor)
 }
 
-/// The checksum and the length of a tensor's file.
-fn checksum(tensor: &HostTensor) -> (String, u64) {
-    let mut sum = Checksum::default();
+/// The checksum of a tensor's name and file, and the file's length. Type and shape are part of the file.
+fn checksum(name: &str, tensor: &HostTensor) -> (String, u64) {
+    let mut sum = Checksum::of(name);
     npy::write_to(&mut sum, tensor).expect("a checksum takes every byte");
     sum.finish()
 }
 
-/// Adds up what is written into it.
-#[derive(Default)]
+/// Adds up what is written into it, behind a name.
 struct Checksum {
     hash: Sha256,
     bytes: u64,
 }
 
 impl Checksum {
+    fn of(name: &str) -> Checksum {
+        Checksum { hash: Sha256::new_with_prefix(name), bytes: 0 }
+    }
+
     fn finish(self) -> (String, u64) {
         (first(hex(&self.hash.finalize()), CHECKSUM_DIGITS), self.bytes)
     }

@@ -1,12 +1,16 @@
 //! The folder of all run folders: which process works in which, and what goes when they grow too large.
 
 use std::{
+    ffi::{OsStr, OsString},
     fs::{self, DirBuilder, File, TryLockError},
     io,
-    os::unix::fs::{DirBuilderExt, MetadataExt},
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     time::SystemTime,
 };
+
+use super::run_folder::{IDENTITY, name_of};
+use crate::atomic_file::is_temporary;
 
 /// The file whose lock says that a process works in the folder. The lock dies with its process.
 const LOCK: &str = "lock";
@@ -32,8 +36,10 @@ impl Runs {
         for _ in 0..ATTEMPTS {
             // What is drawn is nobody else's business.
             DirBuilder::new().recursive(true).mode(0o700).create(&folder)?;
-            let created = File::options().create(true).truncate(false).write(true).open(folder.join(LOCK));
-            match created {
+            if !fs::symlink_metadata(&folder)?.is_dir() {
+                return Err(io::Error::new(io::ErrorKind::NotADirectory, "it is a link, not a folder"));
+            }
+            match open_lock(&folder, true) {
                 Ok(lock) => match Claim::take(&folder, lock)? {
                     Taken::Ours(claim) => return Ok(Some(claim)),
                     Taken::Theirs => return Ok(None),
@@ -47,8 +53,8 @@ impl Runs {
     }
 
     /// Removes the folders of other runs, those of the longest idle first, until `needed` more bytes fit under the
-    /// limit; also those that hold no tensor. A folder in which a process works stays. Returns how many
-    /// runs with tensors went.
+    /// limit; also those that hold no tensor. A folder in which a process works stays, as does one with anything that no
+    /// run put there. Returns how many runs with tensors went.
     pub(super) fn make_room(&self, needed: u64, own: &Path) -> usize {
         let mut total = needed;
         let mut idle = Vec::new();
@@ -58,7 +64,7 @@ impl Runs {
                 continue;
             };
             if name.starts_with(REMOVED) {
-                let _ = fs::remove_dir_all(&folder);
+                let _ = remove_own(&folder);
             } else if is_id(name) {
                 let bytes = bytes_in(&folder);
                 total = total.saturating_add(bytes);
@@ -80,10 +86,55 @@ impl Runs {
     }
 }
 
-/// Names of a folder's `.npy` files.
+/// Names of a folder's kept tensors.
 pub(super) fn tensor_files(folder: &Path) -> impl Iterator<Item = String> + use<> {
     let names = fs::read_dir(folder).into_iter().flatten().flatten();
-    names.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.ends_with(".npy"))
+    names.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name_of(name).is_some())
+}
+
+/// Whether a run may have put a file of that name into its folder.
+fn is_own(name: &OsStr) -> bool {
+    let known = |name: &str| name == LOCK || name == IDENTITY || name_of(name).is_some();
+    name.to_str().is_some_and(known) || is_temporary(name)
+}
+
+/// Something in the folder that no run put there.
+fn foreign(folder: &Path) -> io::Result<Option<OsString>> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if !is_own(&entry.file_name()) || entry.file_type()?.is_dir() {
+            return Ok(Some(entry.file_name()));
+        }
+    }
+    Ok(None)
+}
+
+/// Removes what a run put into the folder, and the folder if nothing else is in it.
+fn remove_own(folder: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if is_own(&entry.file_name()) && !entry.file_type()?.is_dir() {
+            fs::remove_file(entry.path())?;
+        }
+    }
+    fs::remove_dir(folder)
+}
+
+/// Opens a folder's lock file. A link is not followed, a pipe not waited for.
+fn open_lock(folder: &Path, create: bool) -> io::Result<File> {
+    let mut options = File::options();
+    // For reading, too: so that a pipe opens, and is seen to be one.
+    options
+        .create(create)
+        .truncate(false)
+        .read(true)
+        .write(true)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    let lock = options.open(folder.join(LOCK))?;
+    match lock.metadata()?.is_file() {
+        true => Ok(lock),
+        false => Err(io::Error::new(io::ErrorKind::InvalidInput, "its lock is not a regular file")),
+    }
 }
 
 fn is_id(name: &str) -> bool {
@@ -100,10 +151,13 @@ fn last_change(folder: &Path) -> SystemTime {
     fs::metadata(folder).and_then(|m| m.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
 }
 
-/// Removes a folder in which no process works. One without a lock file is of a process that died, or has only just begun;
-/// either way it is empty.
+/// Removes a folder in which no process works and only files of runs are. One without a lock file is of a process that died,
+/// or has only just begun; either way it is empty.
 fn remove_idle(folder: &Path) -> bool {
-    match File::options().write(true).open(folder.join(LOCK)) {
+    if !foreign(folder).is_ok_and(|found| found.is_none()) {
+        return false;
+    }
+    match open_lock(folder, false) {
         Ok(lock) => match Claim::take(folder, lock) {
             Ok(Taken::Ours(claim)) => claim.remove().is_ok(),
             _ => false,
@@ -134,7 +188,7 @@ impl Claim {
             Err(TryLockError::Error(e)) => return Err(e),
         }
         let locked = lock.metadata()?;
-        match fs::metadata(folder.join(LOCK)) {
+        match fs::symlink_metadata(folder.join(LOCK)) {
             Ok(named) if (named.dev(), named.ino()) == (locked.dev(), locked.ino()) => {
                 Ok(Taken::Ours(Claim { folder: folder.to_owned(), _lock: lock }))
             }
@@ -142,12 +196,18 @@ impl Claim {
         }
     }
 
-    /// Removes the folder. It loses its name first, so that another process never finds half of it.
+    /// Removes the folder. It loses its name first, so that another process never finds half of it. Where something else
+    /// is in it, that stays.
     pub fn remove(self) -> io::Result<()> {
+        if let Some(name) = foreign(&self.folder)? {
+            let _ = remove_own(&self.folder);
+            let name = name.to_string_lossy();
+            return Err(io::Error::other(format!("it holds {name}, which is not of a run")));
+        }
         let id = self.folder.file_name().unwrap_or_default().to_string_lossy();
         let nameless = self.folder.with_file_name(format!("{REMOVED}{id}-{}", std::process::id()));
         fs::rename(&self.folder, &nameless)?;
-        match fs::remove_dir_all(&nameless) {
+        match remove_own(&nameless) {
             // Another process clears away such remains, too.
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
             _ => Ok(()),

@@ -72,6 +72,8 @@ pub struct PlannedStage {
     pub largest: Option<TensorUse>,
     /// Whether every tensor's size is known; where not, the prediction is too small.
     pub complete: bool,
+    /// A node that cannot run at these sizes: graphs that others traced at one size may hold it in places.
+    pub contradiction: Option<String>,
 }
 
 /// How all stages are set, and what they take.
@@ -126,14 +128,17 @@ pub fn analyse_stage(
 }
 
 impl Plan {
-    /// Plans all stages, each a name and a graph for any device. `sizes` gives the graphs' symbols under the settings.
+    /// Plans all stages, each a name and a graph for any device. `sizes` gives the graphs' symbols under the settings;
+    /// `besides` are bytes that the process of every stage holds of other things.
     pub fn new(
         graphs: &[(String, Model)],
         sizes: &dyn Fn(&Settings) -> Sizes,
         device: &DeviceProfile,
         budget: Budget,
+        besides: u64,
     ) -> Plan {
-        let stages: Vec<_> = graphs.iter().map(|graph| plan_stage(graph, sizes, device, budget)).collect();
+        let planned = |graph| plan_stage(graph, sizes, device, budget, besides);
+        let stages: Vec<_> = graphs.iter().map(planned).collect();
         let may_stay_loaded = budget.holds(all_loaded(&stages));
         Plan { budget, stages, may_stay_loaded }
     }
@@ -172,6 +177,11 @@ impl Plan {
     pub fn incomplete(&self) -> Vec<&str> {
         let stages = self.stages.iter().filter(|stage| !stage.complete);
         stages.map(|stage| stage.name.as_str()).collect()
+    }
+
+    /// Whether the sizes contradict a graph.
+    pub fn contradicts(&self) -> bool {
+        self.stages.iter().any(|stage| stage.contradiction.is_some())
     }
 
     /// Refuses if a stage does not fit. `what` was planned; `nearest` looks for what would fit.
@@ -220,15 +230,18 @@ fn plan_stage(
     sizes: &dyn Fn(&Settings) -> Sizes,
     device: &DeviceProfile,
     budget: Budget,
+    besides: u64,
 ) -> PlannedStage {
     let mut best: Option<PlannedStage> = None;
     for (settings, sizes, model) in forms(graph, sizes, device) {
-        let (memory, _) = analyse(&model, &sizes, device, settings.pending_dispatches);
+        let (memory, shapes) = analyse(&model, &sizes, device, settings.pending_dispatches);
+        let Predicted { device, host } = memory.predicted;
         let planned = PlannedStage {
             name: name.clone(),
             settings,
-            predicted: memory.predicted,
-            complete: memory.unknown.is_empty(),
+            predicted: Predicted { device, host: host.saturating_add(besides) },
+            complete: memory.is_complete(),
+            contradiction: shapes.conflicts.into_iter().next().map(|conflict| conflict.to_string()),
             largest: memory.largest.into_iter().next(),
         };
         if budget.holds(planned.predicted) {
@@ -273,14 +286,18 @@ fn all_loaded(stages: &[PlannedStage]) -> Predicted {
     })
 }
 
-/// The largest value in `1..below` for which something holds, if it holds for small ones and not for large ones.
+/// The largest value in `1..below` for which something holds, if it holds for small ones and not for large ones. Where it
+/// does not even hold for 1, no other is tried.
 pub fn largest_that(below: usize, holds: impl Fn(usize) -> bool) -> Option<usize> {
-    let (mut good, mut bad) = (0, below);
+    if below <= 1 || !holds(1) {
+        return None;
+    }
+    let (mut good, mut bad) = (1, below);
     while bad - good > 1 {
         let middle = good + (bad - good) / 2;
         if holds(middle) { good = middle } else { bad = middle }
     }
-    (good > 0).then_some(good)
+    Some(good)
 }
 
 #[cfg(test)]
@@ -320,6 +337,7 @@ mod tests {
             predicted: Predicted { device, host },
             largest: None,
             complete: true,
+            contradiction: None,
         };
         let budget = Budget { unified: false, host: 5, device: 10, total: 15 };
         let stages = vec![stage("transformer", 9, 1), stage("vae", 2, 6)];

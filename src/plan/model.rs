@@ -24,6 +24,7 @@ pub struct PlannedModel<'a> {
     graphs: Vec<(String, Model)>,
     device: DeviceProfile,
     budget: Budget,
+    besides: u64,
 }
 
 impl<'a> PlannedModel<'a> {
@@ -35,7 +36,12 @@ impl<'a> PlannedModel<'a> {
     ) -> Result<PlannedModel<'a>, BundleError> {
         let graph = |name: &str| Ok((name.to_owned(), stages.model(name)?));
         let graphs = stages.stage_names().into_iter().map(graph).collect::<Result<_, BundleError>>()?;
-        Ok(PlannedModel { stages, graphs, device, budget })
+        Ok(PlannedModel { stages, graphs, device, budget, besides: 0 })
+    }
+
+    /// The process of every stage holds so many bytes of other things.
+    pub fn besides(self, bytes: u64) -> PlannedModel<'a> {
+        PlannedModel { besides: bytes, ..self }
     }
 
     pub fn graphs(&self) -> &[(String, Model)] {
@@ -56,7 +62,7 @@ impl<'a> PlannedModel<'a> {
         // One failing request fails for all settings: they differ in the chunks alone.
         self.sizes(picture, &Settings::default())?;
         let sizes = |settings: &Settings| self.sizes(picture, settings).unwrap_or_default();
-        Ok(Plan::new(&self.graphs, &sizes, &self.device, self.budget))
+        Ok(Plan::new(&self.graphs, &sizes, &self.device, self.budget, self.besides))
     }
 
     /// Refuses a picture that does not fit, and names the nearest size of the same shape that does.
@@ -70,10 +76,10 @@ impl<'a> PlannedModel<'a> {
     /// The largest picture of about the same shape that fits, found by bisection over the longer side.
     fn nearest(&self, picture: &SizesRequest) -> Option<SizesRequest> {
         // Sides that a model can draw are multiples of a power of two, at most 64.
-        let step = (4..=6)
-            .rev()
+        let square = |side| SizesRequest { width: side, height: side, ..*picture };
+        let step = (3..=6)
             .map(|bits| 1 << bits)
-            .find(|step| picture.width.is_multiple_of(*step) && picture.height.is_multiple_of(*step))?;
+            .find(|step| self.sizes(&square(*step), &Settings::default()).is_ok())?;
         let (columns, rows) = (picture.width / step, picture.height / step);
         let longer = columns.max(rows);
         let scaled = |part: usize| {

@@ -1,8 +1,8 @@
-//! The report as a drawing: live bytes over the execution order, stage beside stage.
+//! The report as a drawing: bytes over the execution order, stage beside stage.
 
 use viaduct_export::bytes::ByteSize;
 
-use super::{Report, StageReport};
+use super::{Picture, Report, StageReport};
 use crate::plot::{ADVANCE, Anchor, CAPITAL, Colour, Drawing, Shape};
 
 /// More stages have no room.
@@ -25,9 +25,11 @@ const INK: Colour = [40, 40, 40];
 const GRID: Colour = [220, 220, 220];
 const WEIGHTS: Colour = [122, 143, 166];
 const ACTIVATIONS: Colour = [224, 139, 62];
+const PROCESS: Colour = [236, 214, 190];
 const BUDGET: Colour = [196, 30, 58];
 
-/// Draws the report. For each stage, weights are the ground and live activations stand on it.
+/// Draws the report. For each stage, weights are the ground and live activations stand on it. Behind them stands all that
+/// its process holds, which is what the budget bounds: free buffers and, where it counts, host memory besides.
 pub fn chart(report: &Report) -> Drawing {
     let widths = widths(&report.stages);
     let right = LEFT + widths.iter().sum::<f64>() + GAP * report.stages.len() as f64;
@@ -36,7 +38,7 @@ pub fn chart(report: &Report) -> Drawing {
     grid(&mut shapes, top_bytes, right);
     let mut left = LEFT + GAP;
     for (stage, width) in report.stages.iter().zip(widths) {
-        draw_stage(&mut shapes, stage, [left, width], top_bytes);
+        draw_stage(&mut shapes, stage, [left, width], top_bytes, report.device.unified_memory);
         left += width + GAP;
     }
     head(&mut shapes, report, top_bytes, right);
@@ -45,14 +47,18 @@ pub fn chart(report: &Report) -> Drawing {
 }
 
 /// Bytes of weights and live activations at each moment.
-fn heights(stage: &StageReport) -> impl Iterator<Item = u64> {
+fn live(stage: &StageReport) -> Vec<u64> {
     let weights = stage.memory.weights_uploaded;
-    stage.memory.timeline.iter().map(move |moment| weights.saturating_add(moment.live))
+    stage.memory.timeline.iter().map(|moment| weights.saturating_add(moment.live)).collect()
 }
 
-/// What the weights and the largest moment come to.
-fn peak(stage: &StageReport) -> u64 {
-    heights(stage).max().unwrap_or(stage.memory.weights_uploaded)
+/// Bytes that count against a budget at each moment; the largest is the stage's peak.
+fn process(stage: &StageReport, unified: bool) -> Vec<u64> {
+    let host = if unified { stage.memory.predicted.host } else { 0 };
+    let ground = stage.memory.weights_uploaded.saturating_add(host);
+    let moments: Vec<u64> =
+        stage.memory.timeline.iter().map(|moment| ground.saturating_add(moment.held)).collect();
+    if moments.is_empty() { vec![stage.peak_bytes] } else { moments }
 }
 
 /// Room for the nodes, and at least for the label.
@@ -75,7 +81,7 @@ fn label(name: &str) -> String {
 
 /// The upper end of the axis.
 fn top_bytes(report: &Report) -> u64 {
-    let peak = report.stages.iter().map(peak).max().unwrap_or(0).max(1);
+    let peak = report.stages.iter().map(|stage| stage.peak_bytes).max().unwrap_or(0).max(1);
     let budget = report.budget.filter(|budget| *budget <= peak.saturating_mul(BUDGET_IN_SIGHT));
     let top = peak.max(budget.unwrap_or(0));
     top.saturating_add(top / 12)
@@ -101,27 +107,41 @@ fn grid(shapes: &mut Vec<Shape>, top_bytes: u64, right: f64) {
     }
 }
 
-fn draw_stage(shapes: &mut Vec<Shape>, stage: &StageReport, [left, width]: [f64; 2], top_bytes: u64) {
+fn draw_stage(
+    shapes: &mut Vec<Shape>,
+    stage: &StageReport,
+    [left, width]: [f64; 2],
+    top_bytes: u64,
+    unified: bool,
+) {
     let (end, base) = (left + width, TOP + PLOT_HEIGHT);
-    let count = stage.memory.timeline.len().max(1) as f64;
-    let mut steps: Vec<[f64; 2]> = Vec::new();
-    for (i, bytes) in heights(stage).enumerate() {
-        // Moments that share a pixel are drawn as the largest of them.
-        let (x, y) = ((left + width * i as f64 / count).floor(), y_of(bytes, top_bytes));
-        match steps.last_mut() {
-            Some(last) if last[0] == x => last[1] = last[1].min(y),
-            _ => steps.push([x, y]),
-        }
-    }
-    shapes.push(Shape::Steps { steps, end, base, colour: ACTIVATIONS });
-    let ground = vec![[left.floor(), y_of(stage.memory.weights_uploaded, top_bytes)]];
-    shapes.push(Shape::Steps { steps: ground, end, base, colour: WEIGHTS });
+    let mut draw = |heights: Vec<u64>, colour| {
+        let steps = steps(&heights, [left, width], top_bytes);
+        shapes.push(Shape::Steps { steps, end, base, colour });
+    };
+    draw(process(stage, unified), PROCESS);
+    draw(live(stage), ACTIVATIONS);
+    draw(vec![stage.memory.weights_uploaded], WEIGHTS);
     let middle = left + width / 2.0;
     let mut text = |y: f64, text: String| {
         shapes.push(Shape::Text { at: [middle, y], text, anchor: Anchor::Middle, colour: INK });
     };
     text(base + 24.0, label(&stage.name));
-    text(y_of(peak(stage), top_bytes) - 6.0, ByteSize(peak(stage)).to_string());
+    text(y_of(stage.peak_bytes, top_bytes) - 6.0, ByteSize(stage.peak_bytes).to_string());
+}
+
+/// Heights side by side. Those that share a pixel are drawn as the largest of them.
+fn steps(heights: &[u64], [left, width]: [f64; 2], top_bytes: u64) -> Vec<[f64; 2]> {
+    let count = heights.len().max(1) as f64;
+    let mut steps: Vec<[f64; 2]> = Vec::new();
+    for (i, bytes) in heights.iter().enumerate() {
+        let (x, y) = ((left + width * i as f64 / count).floor(), y_of(*bytes, top_bytes));
+        match steps.last_mut() {
+            Some(last) if last[0] == x => last[1] = last[1].min(y),
+            _ => steps.push([x, y]),
+        }
+    }
+    steps
 }
 
 /// Title, legend and budget.
@@ -134,12 +154,13 @@ fn head(shapes: &mut Vec<Shape>, report: &Report, top_bytes: u64, right: f64) {
     };
     word("activations".to_owned(), ACTIVATIONS);
     word("weights".to_owned(), WEIGHTS);
+    word("all of the process".to_owned(), PROCESS);
     if let Some(budget) = report.budget {
         let sight = if budget <= top_bytes { "" } else { " (above)" };
         word(format!("budget {}{sight}", ByteSize(budget)), BUDGET);
     }
     let room = ((right - LEFT) / ADVANCE) as usize;
-    let title: String = report.name.chars().take(room).collect();
+    let title: String = title(report).chars().take(room).collect();
     shapes.push(Shape::Text { at: [LEFT, 30.0], text: title, anchor: Anchor::Start, colour: INK });
     if let Some(budget) = report.budget.filter(|budget| *budget <= top_bytes) {
         let y = y_of(budget, top_bytes);
@@ -148,6 +169,12 @@ fn head(shapes: &mut Vec<Shape>, report: &Report, top_bytes: u64, right: f64) {
     let base = TOP + PLOT_HEIGHT;
     shapes.push(Shape::Line { from: [LEFT, base], to: [right, base], dashed: false, colour: INK });
     shapes.push(Shape::Line { from: [LEFT, TOP], to: [LEFT, base], dashed: false, colour: INK });
+}
+
+/// `klein-4b q8, 1024x1024, on bc250`
+fn title(report: &Report) -> String {
+    let picture = report.picture.map(|Picture { width, height, .. }| format!(", {width}x{height}"));
+    format!("{}{}, on {}", report.name, picture.unwrap_or_default(), report.device.name)
 }
 
 #[cfg(test)]
@@ -182,7 +209,7 @@ mod tests {
             let memory = StageMemory { weights_uploaded: weights, timeline, ..StageMemory::default() };
             let empty =
                 StageReport::new(name, Model::default(), &Default::default(), &device, Settings::default());
-            StageReport { memory, ..empty }
+            StageReport { memory, peak_bytes: weights + live, ..empty }
         };
         let stages = vec![
             stage("text_encoder", 900, 2 << 30, 300 << 20),
@@ -197,9 +224,15 @@ mod tests {
     #[test]
     fn every_stage_has_its_name_and_peak() {
         let svg = to_svg(&chart(&report(Some(6 << 30))));
-        for text in
-            ["text_encoder", "a_stage_whose_name_is...", "2.3 GiB", "5 GiB", "budget 6 GiB", "dasharray"]
-        {
+        for text in [
+            "text_encoder",
+            "a_stage_whose_name_is...",
+            "2.3 GiB",
+            "5 GiB",
+            "budget 6 GiB",
+            "dasharray",
+            "klein-4b q8, on ",
+        ] {
             assert!(svg.contains(text), "{text}: {svg}");
         }
         assert!(to_png(&chart(&report(None))).is_ok());

@@ -67,7 +67,7 @@ pub fn compare_cuts(
         let stages = outline.decoder_stages(&cuts)?.into_iter();
         let graphs: Vec<_> = stages.map(|stage| (stage.name, stage.model)).collect();
         let sizes = |settings: &_| model.sizes(picture, settings).unwrap_or_default();
-        let plan = Plan::new(&graphs, &sizes, model.device(), budget);
+        let plan = Plan::new(&graphs, &sizes, model.device(), budget, 0);
         let largest = plan.largest();
         Ok(DecoderCuts {
             own: cuts == own,

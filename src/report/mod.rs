@@ -125,9 +125,6 @@ impl StageReport {
         };
         let (bound, unbound): (Vec<_>, Vec<_>) =
             symbols(&model.graph).into_iter().partition(|symbol| sizes.contains_key(symbol));
-        let conflict = |conflict: &viaduct_export::shapes::Conflict| {
-            format!("{} {}: {}", conflict.op_type, conflict.node, conflict.problem)
-        };
         StageReport {
             name: name.to_owned(),
             sizes: bound.into_iter().map(|symbol| (symbol.clone(), sizes[&symbol])).collect(),
@@ -139,7 +136,7 @@ impl StageReport {
             quadratic: quadratic(&model, &shapes, sizes),
             limits: excesses(&model.graph, &shapes, device),
             hazards: hazards(&model.graph, &shapes),
-            conflicts: shapes.conflicts.iter().map(conflict).collect(),
+            conflicts: shapes.conflicts.iter().map(ToString::to_string).collect(),
             memory,
         }
     }
@@ -150,7 +147,7 @@ impl StageReport {
     }
 
     pub fn complete(&self) -> bool {
-        self.memory.unknown.is_empty()
+        self.memory.is_complete()
     }
 }
 

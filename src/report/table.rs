@@ -1,5 +1,7 @@
 //! The report for people.
 
+use std::collections::BTreeSet;
+
 use viaduct_export::{
     device::Provider,
     memory::{Excess, Limit, Quadratic, TensorUse},
@@ -36,6 +38,12 @@ fn headline(report: &Report) -> String {
     let Some(stage) = report.largest() else { return text + "no graphs\n" };
     let least = if report.chain.complete { "" } else { "at least " };
     text.push_str(&format!("peak {least}{} in {}", ByteSize(report.chain.peak), stage.name));
+    let unbound: BTreeSet<&str> =
+        report.stages.iter().flat_map(|stage| &stage.unbound).map(String::as_str).collect();
+    if !unbound.is_empty() {
+        let names = unbound.into_iter().collect::<Vec<_>>().join(", ");
+        text.push_str(&format!(", while nothing binds {names}"));
+    }
     if let Some(moment) = stage.peak_moment() {
         text.push_str(&format!(
             "; most activations ({}) at node {} ({})",
@@ -148,6 +156,11 @@ fn findings(stage: &StageReport) -> String {
         stage.memory.unknown.iter().map(|(op, count)| format!("{count} of {op}")).collect::<Vec<_>>();
     if !unknown.is_empty() {
         list("outputs of unknown size, in no sum, in", vec![unknown.join(", ")]);
+    }
+    let scratch = &stage.memory.unknown_scratch;
+    let scratch = scratch.iter().map(|(op, count)| format!("{count} of {op}")).collect::<Vec<_>>();
+    if !scratch.is_empty() {
+        list("scratch memory of unknown size, in no sum, in", vec![scratch.join(", ")]);
     }
     text
 }

@@ -1,13 +1,13 @@
 //! Opens a stage of a bundle: reads its graph, fits it to the device, makes the session.
 
 use viaduct_export::{
-    bundle::Bundle,
+    bundle::{Bundle, BundleError, Stages},
     memory::PENDING_DISPATCHES,
-    onnx::{DType, Value, ValueType, read_model},
+    onnx::{DType, Value, ValueType},
     shapes::Sizes,
 };
 
-use super::{Runtime, RuntimeError, SCORE_LIMIT, Stage, lower::lower_within};
+use super::{Runtime, RuntimeError, SCORE_LIMIT, Stage, lower::lower_within, stage::CpuNodes};
 
 /// How a stage is to be opened.
 pub struct Binding<'a> {
@@ -44,10 +44,10 @@ impl Runtime {
         name: &str,
         binding: &Binding<'_>,
     ) -> Result<Stage<'_>, RuntimeError> {
-        let stage = bundle.stage(name)?;
-        let path = bundle.path(&stage.graph)?;
-        let unreadable = |e| RuntimeError::Graph { stage: name.to_owned(), source: Box::new(e) };
-        let mut model = read_model(&path).map_err(unreadable)?;
+        let mut model = bundle.model(name).map_err(|error| match error {
+            BundleError::Graph(source) => RuntimeError::Graph { stage: name.to_owned(), source },
+            other => other.into(),
+        })?;
         let graph = &model.graph;
         if !self.device().f16 && graph.values().any(|(_, value)| is_f16(value)) {
             let (stage, adapter) = (name.to_owned(), self.device().name.clone());
@@ -60,10 +60,12 @@ impl Runtime {
         let unfit = |e| RuntimeError::Lower { stage: name.to_owned(), source: Box::new(e) };
         lower_within(&mut model, &self.device().profile(), binding.sizes, &exposed, binding.score_limit)
             .map_err(unfit)?;
-        self.open_model(name, model, binding.pending_dispatches)
+        let cpu_nodes = if bundle.is_imported() { CpuNodes::Allowed } else { CpuNodes::Refused };
+        self.open_model_with(name, model, binding.pending_dispatches, cpu_nodes)
     }
 }
 
 fn is_f16(value: &Value) -> bool {
-    matches!(value.ty, Some(ValueType::Tensor { dtype: DType::F16, .. }))
+    let constant = value.constant.as_ref().is_some_and(|tensor| tensor.dtype == DType::F16);
+    constant || matches!(value.ty, Some(ValueType::Tensor { dtype: DType::F16, .. }))
 }

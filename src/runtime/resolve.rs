@@ -9,15 +9,26 @@ use std::{
 
 use viaduct_export::onnx::{Bytes, MappedFile, Model, model_bytes};
 
-use super::{Runtime, RuntimeError, Stage, StageModel};
+use super::{Runtime, RuntimeError, Stage, StageModel, stage::CpuNodes};
 
 impl Runtime {
     /// [`Runtime::open`] for a model whose weights stay in the files that it was read from.
     pub fn open_model(
         &mut self,
         name: &str,
+        model: Model,
+        pending_dispatches: u32,
+    ) -> Result<Stage<'_>, RuntimeError> {
+        self.open_model_with(name, model, pending_dispatches, CpuNodes::Refused)
+    }
+
+    /// [`Runtime::open_model`] that may leave nodes to the CPU.
+    pub(super) fn open_model_with(
+        &mut self,
+        name: &str,
         mut model: Model,
         pending_dispatches: u32,
+        cpu_nodes: CpuNodes,
     ) -> Result<Stage<'_>, RuntimeError> {
         let failed = |reason: String| RuntimeError::Open { stage: name.to_owned(), reason };
         resolve_links(&mut model).map_err(|e| failed(e.to_string()))?;
@@ -26,7 +37,7 @@ impl Runtime {
         let folder = model.folder.take().unwrap_or_else(|| PathBuf::from("."));
         // Maps of the weights; ONNX Runtime makes its own.
         drop(model);
-        self.open(StageModel { name, bytes, folder: &folder, pending_dispatches })
+        self.open_with(StageModel { name, bytes, folder: &folder, pending_dispatches }, cpu_nodes)
     }
 }
 

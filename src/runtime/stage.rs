@@ -37,6 +37,15 @@ pub struct StageModel<'m> {
     pub pending_dispatches: u32,
 }
 
+/// Whether the WebGPU provider may leave nodes to the CPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum CpuNodes {
+    /// Such a node is an error: graphs that are made here need none.
+    Refused,
+    /// Graphs that others exported hold some.
+    Allowed,
+}
+
 /// An input or output of a stage.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorInfo {
@@ -77,6 +86,15 @@ pub struct Stage<'r> {
 impl Runtime {
     /// Makes a session of the model on the runtime's device. With WebGPU, a node that would run on the CPU is an error.
     pub fn open(&mut self, model: StageModel<'_>) -> Result<Stage<'_>, RuntimeError> {
+        self.open_with(model, CpuNodes::Refused)
+    }
+
+    /// [`Runtime::open`] that may leave nodes to the CPU.
+    pub(super) fn open_with(
+        &mut self,
+        model: StageModel<'_>,
+        cpu_nodes: CpuNodes,
+    ) -> Result<Stage<'_>, RuntimeError> {
         let start = Instant::now();
         let stage = model.name;
         let session = self.session(&model).map_err(|reason| self.open_error(stage, reason))?;
@@ -85,7 +103,8 @@ impl Runtime {
             |e: ort::Error| RuntimeError::Open { stage: stage.to_owned(), reason: e.message().to_owned() };
         // ONNX Runtime's own option against CPU nodes does not say which they are.
         let assignment = assignment::read(&session).map_err(failed)?;
-        if self.device.provider == Provider::WebGpu && !assignment.on_cpu.is_empty() {
+        let refused = self.device.provider == Provider::WebGpu && cpu_nodes == CpuNodes::Refused;
+        if refused && !assignment.on_cpu.is_empty() {
             return Err(RuntimeError::CpuNodes { stage: stage.to_owned(), nodes: assignment.on_cpu });
         }
         let info =

@@ -147,4 +147,28 @@ impl HostTensor {
         }
         HostTensor::f32(&shape, self.to_f32().into_iter().flat_map(|x| [x, x]).collect())
     }
+
+    /// The tensor in another element type, by the name that bundles give it; none where it has that type already, or none
+    /// of `f32`, `f16` and `i64` becomes another.
+    pub fn cast(&self, dtype: &str) -> Option<HostTensor> {
+        let values = match (dtype, &self.values) {
+            ("f32", Values::F16(_) | Values::I64(_)) => Values::F32(self.to_f32().into()),
+            ("f16", Values::F32(v)) => {
+                Values::F16(v.iter().map(|x| f16::from_f32(*x)).collect::<Vec<_>>().into())
+            }
+            ("f16", Values::I64(v)) => {
+                Values::F16(v.iter().map(|x| f16::from_f32(*x as f32)).collect::<Vec<_>>().into())
+            }
+            _ => return None,
+        };
+        Some(HostTensor { shape: self.shape.clone(), values })
+    }
+
+    /// The tensor with its values as f32, without a copy if they are.
+    pub fn widened(self) -> HostTensor {
+        match self.values {
+            Values::F32(_) => self,
+            _ => HostTensor::f32(&self.shape, self.to_f32()),
+        }
+    }
 }

@@ -130,15 +130,15 @@ fn gates(bundle: &Bundle) -> Result<Gates, VerifyError> {
 }
 
 fn check_settings(flux2: &Flux2<'_>, oracle: &Oracle) -> Result<(), VerifyError> {
-    let text = &flux2.parameters().text;
+    let form = flux2.form();
     let list = |taps: &[usize]| taps.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
     let settings = [
         (
             "text_encoder.length",
-            Some(text.length.to_string()),
+            Some(form.text_length().to_string()),
             oracle.request.text_length.map(|n| n.to_string()),
         ),
-        ("text_encoder.taps", Some(list(&text.taps)), oracle.request.taps.as_deref().map(list)),
+        ("text_encoder.taps", form.taps().map(list), oracle.request.taps.as_deref().map(list)),
     ];
     for (key, bundle, oracle) in settings {
         if let (Some(bundle), Some(oracle)) = (bundle, oracle)
@@ -151,7 +151,7 @@ fn check_settings(flux2: &Flux2<'_>, oracle: &Oracle) -> Result<(), VerifyError>
 }
 
 fn request(flux2: &Flux2<'_>, oracle: &Oracle) -> Result<Request, VerifyError> {
-    let multiple = flux2.parameters().vae.pixels_per_token;
+    let multiple = flux2.form().pixels_per_token();
     let asked = &oracle.request;
     Ok(Request {
         prompt: asked.prompt.clone(),
@@ -170,7 +170,7 @@ fn compare_seed(
 ) -> Result<(), VerifyError> {
     let Some(seed) = oracle.request.seed else { return Ok(()) };
     let [rows, columns] = request.size.grid();
-    let noise = draw_latents(seed, flux2.parameters().transformer.channels, rows, columns);
+    let noise = draw_latents(seed, flux2.form().channels(), rows, columns);
     comparer.noise(&noise, &oracle.noise()?);
     Ok(())
 }

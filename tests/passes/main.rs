@@ -5,6 +5,7 @@ mod foreign;
 #[path = "../runtime_support/mod.rs"]
 mod runtime_support;
 mod same;
+mod staged;
 mod written;
 
 mod bind_sizes;
@@ -34,5 +35,7 @@ mod models;
 mod quantize_matmul;
 mod remove_nan_guard;
 mod single_output;
+mod split_at;
+mod split_vae;
 mod to_f16;
 mod tree_concat;

@@ -1,6 +1,7 @@
 //! What tests of the program share: checkpoints, bundles made of them, and runs of the program.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
+pub mod python;
 pub mod webgpu;
 
 use std::{
@@ -105,6 +106,11 @@ impl Checkpoint {
         Checkpoint { source: folder.path().to_owned(), set, _folder: Some(folder) }
     }
 
+    /// The checkpoint's folder.
+    pub fn source(&self) -> &Path {
+        &self.source
+    }
+
     /// `viaduct export` of it, to be run; `set` are further values of the recipe.
     pub fn export_command(&self, out: &Path, profile: &str, set: &[&str]) -> Command {
         let mut command = viaduct();
@@ -144,6 +150,11 @@ impl Checkpoint {
 pub struct Bundle(TempDir);
 
 impl Bundle {
+    /// A bundle that something else than an export makes at [`Bundle::path`].
+    pub fn to_be_made() -> Bundle {
+        Bundle(scratch())
+    }
+
     pub fn path(&self) -> PathBuf {
         self.0.path().join("bundle")
     }

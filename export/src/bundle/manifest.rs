@@ -78,6 +78,13 @@ pub struct FileEntry {
     pub sha256: String,
 }
 
+impl FileEntry {
+    /// A file of a layout that states no hashes.
+    pub(super) fn without_hash(path: String, bytes: u64) -> FileEntry {
+        FileEntry { path, bytes, sha256: String::new() }
+    }
+}
+
 impl Stage {
     /// The stage's component; a stage of a manifest that names none is one by itself.
     pub fn component(&self) -> &str {

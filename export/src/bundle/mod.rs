@@ -1,11 +1,19 @@
 //! Bundles: a folder with `bundle.json`, one graph per stage, weight files, and the tokenizer.
 
+mod folder;
+mod gains;
+mod import;
+mod legacy;
 mod manifest;
 mod outline;
 mod read;
 mod stages;
+mod target;
 mod write;
 
+pub use gains::{Gain, gains};
+pub use import::{ImportRequest, import};
+pub use legacy::{CONFIG, LegacyError};
 pub use manifest::{FORMAT, FileEntry, MANIFEST, Manifest, Origin, Port, PortDim, Stage};
 pub use outline::{Outline, OutlineRequest, OutlineSource};
 pub use read::{Bundle, BundleError};

@@ -1,6 +1,7 @@
 //! Opening a bundle: everything that its manifest states is checked before a stage is read.
 
 use std::{
+    collections::BTreeMap,
     fs::{self, File},
     io::{self, Read},
     path::{Component, Path, PathBuf},
@@ -8,8 +9,15 @@ use std::{
 
 use sha2::{Digest, Sha256};
 
-use super::{FORMAT, FileEntry, MANIFEST, Manifest, Stage};
-use crate::{files::hex, onnx::ReadError};
+use super::{
+    FORMAT, FileEntry, MANIFEST, Manifest, Stage,
+    legacy::{self, Adapter, CONFIG, LegacyError},
+};
+use crate::{
+    arch::flux2::imported::contract::{ContractError, adapt},
+    files::hex,
+    onnx::{Model, ReadError, read_model},
+};
 
 /// Larger than any manifest with thousands of files.
 const MAX_MANIFEST_BYTES: u64 = 16 << 20;
@@ -40,6 +48,12 @@ pub enum BundleError {
     Graph(#[from] Box<ReadError>),
     #[error("{}: stage '{stage}' names graph '{graph}', which {MANIFEST} does not list among its files", path.display())]
     Unlisted { path: PathBuf, stage: String, graph: String },
+    #[error(transparent)]
+    Legacy(Box<LegacyError>),
+    #[error("{}: {source}", path.display())]
+    Contract { path: PathBuf, source: Box<ContractError> },
+    #[error("{}: a bundle in this layout states no hashes, so there is nothing to compare", path.display())]
+    NoHashes { path: PathBuf },
     #[error("{}: parameters of family '{family}': {source}", path.display())]
     Parameters { path: PathBuf, family: String, source: serde_json::Error },
 }
@@ -49,11 +63,32 @@ pub enum BundleError {
 pub struct Bundle {
     pub folder: PathBuf,
     pub manifest: Manifest,
+    /// How the graphs of another layout are adapted, by stage; empty for a bundle that this program wrote.
+    adapters: BTreeMap<String, Adapter>,
 }
 
 impl Bundle {
-    /// Reads the manifest and checks every listed file's place and size; contents only in [`Bundle::verify_hashes`].
+    /// Opens a bundle of this program, or one in flux2-vulkan-bridge's layout.
     pub fn open(folder: &Path) -> Result<Bundle, BundleError> {
+        if folder.join(MANIFEST).symlink_metadata().is_err() && folder.join(CONFIG).is_file() {
+            let (manifest, adapters) = legacy::open(folder).map_err(|e| BundleError::Legacy(Box::new(e)))?;
+            return Ok(Bundle { folder: folder.to_owned(), manifest, adapters });
+        }
+        Bundle::open_own(folder)
+    }
+
+    /// Whether a folder looks like a bundle.
+    pub fn is_at(folder: &Path) -> bool {
+        [MANIFEST, CONFIG].iter().any(|file| folder.join(file).exists())
+    }
+
+    /// Whether a file is the one that describes the bundle around it.
+    pub fn is_described_by(file: &Path) -> bool {
+        file.file_name().is_some_and(|name| name == MANIFEST || name == CONFIG)
+    }
+
+    /// Reads the manifest and checks every listed file's place and size; contents only in [`Bundle::verify_hashes`].
+    fn open_own(folder: &Path) -> Result<Bundle, BundleError> {
         let path = folder.join(MANIFEST);
         let io = |source| BundleError::Io { path: path.clone(), source };
         let bytes = match fs::metadata(&path) {
@@ -69,7 +104,7 @@ impl Bundle {
         }
         let text = fs::read(&path).map_err(io)?;
         let manifest = parse(&path, &text)?;
-        let bundle = Bundle { folder: folder.to_owned(), manifest };
+        let bundle = Bundle { folder: folder.to_owned(), manifest, adapters: BTreeMap::new() };
         bundle.check_files()?;
         Ok(bundle)
     }
@@ -81,17 +116,27 @@ impl Bundle {
 
     /// The place of a file that the manifest names.
     pub fn path(&self, name: &str) -> Result<PathBuf, BundleError> {
-        let relative = Path::new(name);
-        let plain = relative.components().all(|c| matches!(c, Component::Normal(_)));
-        if name.is_empty() || !plain || name.contains(['\\', '\0', ':']) {
-            return Err(BundleError::Escapes { path: self.folder.join(MANIFEST), name: name.to_owned() });
-        }
-        Ok(self.folder.join(relative))
+        let escapes = || BundleError::Escapes { path: self.folder.join(MANIFEST), name: name.to_owned() };
+        Ok(self.folder.join(relative(name).ok_or_else(escapes)?))
     }
 
-    /// The family's parameters.
-    pub fn parameters<T: serde::de::DeserializeOwned>(&self) -> Result<T, BundleError> {
-        serde_json::from_value(self.manifest.parameters.clone()).map_err(|source| BundleError::Parameters {
+    /// A stage's graph, with the names that this program gives its inputs and outputs. Weights stay in the bundle's files.
+    pub fn model(&self, stage: &str) -> Result<Model, BundleError> {
+        let path = self.path(&self.stage(stage)?.graph)?;
+        let mut model = read_model(&path).map_err(Box::new)?;
+        if let Some(Adapter { role, names }) = self.adapters.get(stage) {
+            let broken = |e| BundleError::Contract { path, source: Box::new(e) };
+            adapt(&mut model, *role, names).map_err(broken)?;
+        }
+        Ok(model)
+    }
+
+    /// The family's parameters, as `read` finds them in the manifest.
+    pub fn parameters<T>(
+        &self,
+        read: impl FnOnce(&serde_json::Value) -> Result<T, serde_json::Error>,
+    ) -> Result<T, BundleError> {
+        read(&self.manifest.parameters).map_err(|source| BundleError::Parameters {
             path: self.folder.join(MANIFEST),
             family: self.manifest.family.clone(),
             source,
@@ -105,10 +150,18 @@ impl Bundle {
 
     /// Reads every file and compares its hash; `progress` is told the bytes read since it was last called.
     pub fn verify_hashes(&self, progress: &mut dyn FnMut(u64)) -> Result<(), BundleError> {
+        if !self.states_hashes() {
+            return Err(BundleError::NoHashes { path: self.folder.join(CONFIG) });
+        }
         for file in &self.manifest.files {
             self.verify_hash(file, progress)?;
         }
         Ok(())
+    }
+
+    /// Whether the bundle says what its files' hashes are. This program's do.
+    pub fn states_hashes(&self) -> bool {
+        self.adapters.is_empty()
     }
 
     fn verify_hash(&self, entry: &FileEntry, progress: &mut dyn FnMut(u64)) -> Result<(), BundleError> {
@@ -155,6 +208,13 @@ impl Bundle {
         }
         Ok(())
     }
+}
+
+/// A file name of a bundle as a path below its folder; none if it leads elsewhere.
+pub(super) fn relative(name: &str) -> Option<&Path> {
+    let path = Path::new(name);
+    let plain = path.components().all(|c| matches!(c, Component::Normal(_)));
+    (!name.is_empty() && plain && !name.contains(['\\', '\0', ':'])).then_some(path)
 }
 
 /// The version is read first: another version's manifest need not look like this one's.

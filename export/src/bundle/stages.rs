@@ -3,7 +3,7 @@
 use super::{Bundle, BundleError, Outline};
 use crate::{
     arch::{Architecture, SizesError, SizesRequest, architecture},
-    onnx::{Model, read_model},
+    onnx::Model,
     shapes::Sizes,
 };
 
@@ -18,6 +18,11 @@ pub trait Stages {
 
     /// What the family's pipeline needs to know.
     fn family_parameters(&self) -> &serde_json::Value;
+
+    /// Whether others exported the graphs: they may hold nodes that no GPU runs, and what holds at one size alone.
+    fn is_imported(&self) -> bool {
+        self.family_parameters().get("graphs").is_some()
+    }
 
     /// Names in the order in which the stages run.
     fn stage_names(&self) -> Vec<&str>;
@@ -61,9 +66,8 @@ impl Stages for Bundle {
         self.manifest.stages.iter().map(|stage| stage.name.as_str()).collect()
     }
 
-    /// Reads the graph; weights stay in the bundle's files.
     fn model(&self, stage: &str) -> Result<Model, BundleError> {
-        Ok(read_model(&self.path(&self.stage(stage)?.graph)?).map_err(Box::new)?)
+        Bundle::model(self, stage)
     }
 }
 

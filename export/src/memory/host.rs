@@ -1,7 +1,8 @@
 //! Host memory of the process that runs a stage, besides what the provider holds for graph and weights.
 
+use super::{kernels, program::Program};
 use crate::{
-    device::Provider,
+    device::{DeviceProfile, Provider},
     onnx::{Graph, ValueId},
     shapes::Shapes,
 };
@@ -35,6 +36,22 @@ pub(super) fn bytes(graph: &Graph, shapes: &Shapes, provider: Provider, held: u6
             sum(&[WEBGPU_RUNTIME, input, reading.max(largest(&inputs))])
         }
     }
+}
+
+/// Bytes of host memory, besides `on_device`, while the session of a graph is made. What is computed of constants stays
+/// until all of it is, and each result exists twice when it becomes a constant itself
+/// (core/optimizer/constant_folding.cc).
+pub(super) fn creation(shapes: &Shapes, program: &Program, device: &DeviceProfile, on_device: u64) -> u64 {
+    let held = |id: &ValueId| kernels::held_bytes(device.provider, shapes.fact(*id));
+    let folded: Vec<u64> = program.folded.iter().filter_map(held).collect();
+    let Some(largest) = folded.iter().copied().max() else { return 0 };
+    let runtime = match device.provider {
+        Provider::Cpu => CPU_RUNTIME,
+        Provider::WebGpu => WEBGPU_RUNTIME,
+    };
+    let bytes = sum(&[runtime, sum(&folded), largest]);
+    // Nothing that the run takes is there yet.
+    bytes.saturating_sub(if device.unified_memory { on_device } else { 0 })
 }
 
 fn sum(sizes: &[u64]) -> u64 {

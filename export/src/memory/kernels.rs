@@ -1,5 +1,6 @@
 //! What ONNX Runtime's kernels take besides their outputs. Facts about version 1.31, read in its sources and measured.
 
+use super::scratch;
 use crate::{
     device::Provider,
     onnx::{DType, Node},
@@ -16,6 +17,9 @@ pub(super) enum Layout {
     Own,
 }
 
+/// Bytes of scratch memory, from the inputs' shapes.
+type Scratch = fn(&Node, &[Option<Vec<usize>>]) -> u64;
+
 /// One kernel of a provider.
 pub(super) struct Kernel {
     pub layout: Layout,
@@ -24,8 +28,7 @@ pub(super) struct Kernel {
     /// Inputs that the output may be written over, when nothing needs them afterwards.
     pub in_place: &'static [usize],
     pub dispatches: u32,
-    /// Bytes of scratch memory, from the inputs' shapes.
-    pub temporary: fn(&Node, &[Option<Vec<usize>>]) -> u64,
+    pub temporary: Scratch,
 }
 
 const VIEWS: &[&str] = &["Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Dropout"];
@@ -53,11 +56,38 @@ const IN_PLACE: &[(&str, &[usize])] = &[
 /// Operators of the WebGPU provider that take more than one dispatch: statistics first, or a quantised copy of the input.
 const DISPATCHES: &[(&str, u32)] = &[("InstanceNormalization", 2), ("MatMulNBits", 2)];
 
+/// Kernels that take much scratch memory: provider, domain, operator. Measured on graphs of one node.
+const SCRATCH: &[(Provider, &str, &str, Scratch)] = &[
+    (Provider::WebGpu, "com.microsoft", "MatMulNBits", quantised_input),
+    (Provider::WebGpu, "", "Attention", scratch::scores),
+    (Provider::Cpu, "", "Attention", scratch::scores),
+    (Provider::Cpu, "", "ConvTranspose", scratch::columns),
+    (Provider::Cpu, "", "Einsum", scratch::products),
+    (Provider::Cpu, "", "LSTM", scratch::gates),
+    (Provider::Cpu, "", "GRU", scratch::gates),
+    (Provider::Cpu, "", "RNN", scratch::gates),
+];
+/// Those of the CPU provider whose scratch memory grows with their inputs in ways that are not followed.
+const UNKNOWN_SCRATCH: &[(&str, &str)] = &[
+    ("", "ConvInteger"),
+    ("", "DFT"),
+    ("", "DeformConv"),
+    ("", "QLinearConv"),
+    ("", "STFT"),
+    ("", "Unique"),
+    ("com.microsoft", "Attention"),
+    ("com.microsoft", "DecoderMaskedMultiHeadAttention"),
+    ("com.microsoft", "GroupQueryAttention"),
+    ("com.microsoft", "QAttention"),
+    ("com.microsoft", "SparseAttention"),
+];
+
 /// Channels per block where the CPU provider convolves in blocks, with 512-bit vectors. Narrower vectors have blocks of 8.
 const CHANNEL_BLOCK: usize = 16;
 
 pub(super) fn of(provider: Provider, node: &Node) -> Kernel {
-    let standard = matches!(node.domain.as_str(), "" | "ai.onnx");
+    let domain = domain(node);
+    let standard = domain.is_empty();
     let count = DISPATCHES.iter().find(|row| row.0 == node.op_type).map_or(1, |row| row.1);
     Kernel {
         layout: if standard && node.op_type == "Conv" { Layout::Own } else { Layout::Plain },
@@ -69,11 +99,22 @@ pub(super) fn of(provider: Provider, node: &Node) -> Kernel {
             _ => &[],
         },
         dispatches: count,
-        temporary: match (provider, node.op_type.as_str()) {
-            (Provider::WebGpu, "MatMulNBits") => quantised_input,
-            _ => |_, _| 0,
-        },
+        temporary: SCRATCH
+            .iter()
+            .find(|row| row.0 == provider && row.1 == domain && row.2 == node.op_type)
+            .map_or(|_, _| 0, |row| row.3),
     }
+}
+
+/// Whether the kernel takes scratch memory by rules that are not known here.
+pub(super) fn has_unknown_scratch(provider: Provider, node: &Node) -> bool {
+    provider == Provider::Cpu
+        && UNKNOWN_SCRATCH.iter().any(|row| row.0 == domain(node) && row.1 == node.op_type)
+}
+
+/// The standard operators' domain has two names.
+fn domain(node: &Node) -> &str {
+    if node.domain == "ai.onnx" { "" } else { &node.domain }
 }
 
 pub(super) fn is_random(node: &Node) -> bool {
@@ -91,9 +132,9 @@ fn quantised_input(node: &Node, shapes: &[Option<Vec<usize>>]) -> u64 {
 /// Bytes that a provider holds for a value. The CPU provider has next to no f16 kernels and computes in f32
 /// (core/optimizer/insert_cast_transformer.cc).
 pub(super) fn held_bytes(provider: Provider, fact: &Fact) -> Option<u64> {
-    let bytes = fact.bytes()?;
+    let bytes = fact.footprint()?;
     match (provider, fact.dtype) {
-        (Provider::Cpu, Some(DType::F16)) => bytes.checked_mul(2),
+        (Provider::Cpu, Some(DType::F16)) => Some(bytes.saturating_mul(2)),
         _ => Some(bytes),
     }
 }

@@ -9,6 +9,7 @@ mod liveness;
 mod planned;
 mod program;
 mod quadratic;
+mod scratch;
 mod weights;
 
 pub use cache::PENDING_DISPATCHES;
@@ -16,13 +17,15 @@ pub use hazards::{Hazard, hazards};
 pub use limits::{Excess, Limit, excesses};
 pub use quadratic::{Quadratic, quadratic, symbols};
 
+use std::collections::BTreeMap;
+
 use crate::{
     device::{DeviceProfile, Provider},
     onnx::{Graph, Model, Node, ValueId},
     shapes::{Shapes, Sizes},
 };
 use cache::{Policy, Pool};
-use program::Program;
+use program::{Place, Program};
 
 /// A tensor and where in the execution it appears.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
@@ -46,7 +49,7 @@ impl TensorUse {
             op_type: node.map(|node| node.op_type.clone()).unwrap_or_default(),
             dtype: fact.dtype?.name(),
             shape: fact.full_shape()?,
-            bytes: fact.bytes()?,
+            bytes: fact.footprint()?,
         })
     }
 }
@@ -76,9 +79,18 @@ pub struct StageMemory {
     /// The ten largest activations, largest first.
     pub largest: Vec<TensorUse>,
     /// Operators whose outputs' sizes are unknown, with how many such outputs. They are in no sum.
-    pub unknown: std::collections::BTreeMap<String, usize>,
+    pub unknown: BTreeMap<String, usize>,
+    /// Operators that take scratch memory of unknown size, with how many there are. It is in no sum.
+    pub unknown_scratch: BTreeMap<String, usize>,
     /// What the process of the stage is predicted to take at its peak, on host and device.
     pub predicted: Predicted,
+}
+
+impl StageMemory {
+    /// Whether the sums hold everything that is known to take memory.
+    pub fn is_complete(&self) -> bool {
+        self.unknown.is_empty() && self.unknown_scratch.is_empty()
+    }
 }
 
 /// Predicted peak of the process that runs a stage. With unified memory the sum counts.
@@ -108,12 +120,14 @@ pub fn analyse(
     pending_dispatches: u32,
 ) -> (StageMemory, Shapes) {
     let shapes = crate::shapes::infer(model, sizes, &Default::default());
+    let unbound = crate::shapes::infer(model, &Default::default(), &Default::default());
     let graph = &model.graph;
-    let program = Program::of(model, &shapes, device.provider);
     let policy = match device.provider {
         Provider::WebGpu => Policy::Kept { pending_dispatches },
         Provider::Cpu => Policy::Immediate,
     };
+    let place = Place { provider: device.provider, policy };
+    let program = Program::of(graph, &shapes, Some(&unbound), place);
     let timeline = liveness::timeline(graph, &program, Pool::new(policy));
     let weights_uploaded = weights::held(graph, &shapes, &program, device.provider);
     let held = timeline.iter().map(|moment| moment.held).max().unwrap_or(0);
@@ -128,10 +142,12 @@ pub fn analyse(
         peak: peak(&timeline),
         largest: largest(graph, &shapes),
         unknown: shapes.unknown(graph),
+        unknown_scratch: unknown_scratch(graph, device.provider),
         predicted: Predicted {
             device: on_device,
             // What a session took while it was made is free again when it runs.
-            host: host::bytes(graph, &shapes, device.provider, on_device - weights_uploaded),
+            host: host::bytes(graph, &shapes, device.provider, on_device - weights_uploaded)
+                .max(host::creation(&shapes, &program, device, on_device)),
         },
         timeline,
     };
@@ -144,12 +160,29 @@ fn peak(timeline: &[Moment]) -> Option<usize> {
     timeline.iter().position(|moment| moment.live == most)
 }
 
+fn unknown_scratch(graph: &Graph, provider: Provider) -> BTreeMap<String, usize> {
+    let mut unknown = BTreeMap::new();
+    for (_, node) in graph.nodes() {
+        if kernels::has_unknown_scratch(provider, node) {
+            *unknown.entry(node.op_type.clone()).or_default() += 1;
+        }
+        for (op, count) in node.subgraphs().flat_map(|body| unknown_scratch(body, provider)) {
+            *unknown.entry(op).or_default() += count;
+        }
+    }
+    unknown
+}
+
 fn largest(graph: &Graph, shapes: &Shapes) -> Vec<TensorUse> {
     let made =
         graph.nodes().flat_map(|(_, node)| node.outputs.iter().flatten().map(move |id| (Some(node), *id)));
     let given = graph.inputs.iter().map(|id| (None, *id));
-    let mut uses: Vec<TensorUse> =
-        given.chain(made).filter_map(|(node, id)| TensorUse::of(graph, shapes, id, node)).collect();
+    let own = given.chain(made).filter_map(|(node, id)| TensorUse::of(graph, shapes, id, node));
+    let bodies = graph.nodes().flat_map(|(id, node)| {
+        let bodies = node.subgraphs().enumerate();
+        bodies.filter_map(move |(place, body)| Some(largest(body, shapes.body(id, place)?))).flatten()
+    });
+    let mut uses: Vec<TensorUse> = own.chain(bodies).collect();
     uses.sort_by_key(|tensor| std::cmp::Reverse(tensor.bytes));
     uses.truncate(LARGEST);
     uses

@@ -5,8 +5,8 @@
 //! example what a Reshape infers or a Slice leaves.
 
 use crate::{
-    onnx::{Dim, Graph, Model, Node, ValueId, ValueType},
-    shapes::{self, Shapes},
+    onnx::{Dim, Graph, Node, ValueId, ValueType},
+    shapes::Shapes,
 };
 
 /// By index of the value; `None` where a dimension is unknown.
@@ -37,10 +37,9 @@ const SAME_AS_FIRST: &[&str] = &[
 const BROADCAST: &[&str] = &["Add", "Sub", "Mul", "Div", "Pow"];
 
 impl Planned {
-    pub fn of(model: &Model) -> Planned {
-        let unbound = shapes::infer(model, &Default::default(), &Default::default());
-        let graph = &model.graph;
-        let recorded = graph.values().map(|(id, _)| recorded(graph, id).or_else(|| fixed(&unbound, id)));
+    /// `unbound` is what is known about the graph while no size is bound; nothing of some bodies.
+    pub fn of(graph: &Graph, unbound: Option<&Shapes>) -> Planned {
+        let recorded = graph.values().map(|(id, _)| recorded(graph, id).or_else(|| fixed(unbound?, id)));
         let mut planned = Planned { shapes: recorded.collect() };
         for (_, node) in graph.nodes() {
             if let (Some(shape), [Some(output), ..]) = (planned.result(node), &node.outputs[..]) {

@@ -6,12 +6,15 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::{
+    cache::{Policy, Pool},
     kernels::{self, Kernel, Layout},
+    liveness,
     planned::Planned,
+    weights,
 };
 use crate::{
     device::Provider,
-    onnx::{Graph, Model, Node, NodeId, ValueId},
+    onnx::{Graph, Node, NodeId, ValueId},
     shapes::Shapes,
 };
 
@@ -40,13 +43,28 @@ pub(super) struct Program {
     pub moments: Vec<NodeId>,
     /// Constants that are held while the session lives: initializers that a running node reads, and folded results.
     pub weights: Vec<ValueId>,
+    /// Bytes of those in the bodies of nodes.
+    pub body_weights: u64,
+    /// What is computed when the session is made.
+    pub folded: Vec<ValueId>,
+}
+
+/// A provider, and how it keeps free buffers.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    pub provider: Provider,
+    pub policy: Policy,
 }
 
 struct Writer<'g> {
     graph: &'g Graph,
     shapes: &'g Shapes,
+    /// What is known while no size is bound; nothing of some bodies.
+    unbound: Option<&'g Shapes>,
     planned: Planned,
-    provider: Provider,
+    place: Place,
+    /// What nodes read besides their inputs: values that their bodies name.
+    captured: HashMap<NodeId, Vec<ValueId>>,
     /// How many nodes read a value; a graph output counts as one more.
     readers: HashMap<ValueId, usize>,
     last_reader: HashMap<ValueId, NodeId>,
@@ -60,12 +78,13 @@ struct Writer<'g> {
 }
 
 impl Program {
-    pub fn of(model: &Model, shapes: &Shapes, provider: Provider) -> Program {
-        let graph = &model.graph;
+    /// `unbound` is what is known about the graph while no size is bound; nothing of some bodies.
+    pub fn of(graph: &Graph, shapes: &Shapes, unbound: Option<&Shapes>, place: Place) -> Program {
+        let captured = captured(graph);
         let mut readers: HashMap<ValueId, usize> = HashMap::new();
         let mut last_reader = HashMap::new();
         for (node_id, node) in graph.nodes() {
-            for id in node.inputs.iter().flatten() {
+            for id in node.inputs.iter().flatten().chain(captured.get(&node_id).into_iter().flatten()) {
                 *readers.entry(*id).or_default() += 1;
                 last_reader.insert(*id, node_id);
             }
@@ -77,8 +96,10 @@ impl Program {
         let mut writer = Writer {
             graph,
             shapes,
-            planned: Planned::of(model),
-            provider,
+            unbound,
+            planned: Planned::of(graph, unbound),
+            place,
+            captured,
             readers,
             last_reader,
             outputs: graph.outputs.iter().copied().collect(),
@@ -89,7 +110,7 @@ impl Program {
         };
         for id in &graph.inputs {
             if !writer.constants.contains_key(id) {
-                let buffer = writer.place(*id);
+                let buffer = writer.allocate(*id);
                 // The caller keeps its inputs.
                 buffer.iter().for_each(|buffer| writer.uses[*buffer] += 1);
                 writer.program.inputs.extend(buffer);
@@ -116,35 +137,49 @@ impl Program {
     }
 }
 
+/// Of every node with bodies the values that these name.
+fn captured(graph: &Graph) -> HashMap<NodeId, Vec<ValueId>> {
+    let captured = graph.nodes().filter_map(|(id, node)| {
+        let names: HashSet<&str> = node.subgraphs().flat_map(Graph::captures).collect();
+        (!names.is_empty()).then(|| (id, names.into_iter().filter_map(|name| graph.find(name)).collect()))
+    });
+    captured.collect()
+}
+
 impl Writer<'_> {
     fn node(&mut self, id: NodeId, node: &Node) {
         if self.folds(node) {
             for output in node.outputs.iter().flatten() {
                 self.constants.insert(*output, false);
+                self.program.folded.push(*output);
             }
             return;
         }
-        for input in node.inputs.iter().flatten() {
+        let captured = self.captured.get(&id).into_iter().flatten();
+        for input in node.inputs.iter().flatten().chain(captured) {
             if let Some(used) = self.constants.get_mut(input) {
                 *used = true;
             }
         }
         self.program.moments.push(id);
-        let kernel = kernels::of(self.provider, node);
+        let kernel = kernels::of(self.place.provider, node);
         match kernel.layout {
             _ if kernel.view && self.view(node) => {}
             Layout::Own => self.convolution(node, &kernel),
             Layout::Plain if self.gate(node).is_some() => {}
-            Layout::Plain => self.plain(node, &kernel),
+            Layout::Plain => self.plain(id, node, &kernel),
         }
-        for buffer in self.reads(node) {
+        for buffer in self.reads(id, node) {
             self.uses[buffer] -= 1;
         }
     }
 
-    /// Nodes over constants alone run once, when the session is made: core/optimizer/constant_folding.cc.
+    /// Nodes over constants alone run once, when the session is made, but not those with bodies:
+    /// core/optimizer/constant_folding.cc.
     fn folds(&self, node: &Node) -> bool {
-        node.inputs.iter().flatten().all(|id| self.constants.contains_key(id)) && !kernels::is_random(node)
+        node.inputs.iter().flatten().all(|id| self.constants.contains_key(id))
+            && node.subgraphs().next().is_none()
+            && !kernels::is_random(node)
     }
 
     /// A view shares its input's buffer, unless it makes an output of the graph, which is allocated on its own.
@@ -174,19 +209,48 @@ impl Writer<'_> {
         (once && product).then_some(())
     }
 
-    fn plain(&mut self, node: &Node, kernel: &Kernel) {
-        let reads = self.reads(node);
+    fn plain(&mut self, id: NodeId, node: &Node, kernel: &Kernel) {
+        let reads = self.reads(id, node);
         let makes = match self.overwritten(node, kernel) {
             Some((output, place)) => {
                 self.share(output, place);
                 Vec::new()
             }
-            None => node.outputs.iter().flatten().filter_map(|id| self.place(*id)).collect(),
+            None => node.outputs.iter().flatten().filter_map(|id| self.allocate(*id)).collect(),
         };
         let shape = |id: &Option<ValueId>| id.and_then(|id| self.shapes.shape(id));
         let shapes: Vec<_> = node.inputs.iter().map(shape).collect();
-        let temporary = (kernel.temporary)(node, &shapes);
+        let temporary = (kernel.temporary)(node, &shapes).saturating_add(self.bodies(id, node));
         self.step(reads, makes, temporary, kernel.dispatches);
+    }
+
+    /// Bytes that the bodies of a node hold besides its outputs. Of an If, one branch runs, and what it makes are the
+    /// node's outputs. A loop holds what one turn does, and the slices of its scanned outputs until they are joined.
+    fn bodies(&mut self, id: NodeId, node: &Node) -> u64 {
+        let (mut most, mut weights) = (0, 0u64);
+        for (index, body) in node.subgraphs().enumerate() {
+            let Some(shapes) = self.shapes.body(id, index) else { continue };
+            let unbound = self.unbound.and_then(|unbound| unbound.body(id, index));
+            let program = Program::of(body, shapes, unbound, self.place);
+            weights = weights.saturating_add(weights::held(body, shapes, &program, self.place.provider));
+            let timeline = liveness::timeline(body, &program, Pool::new(self.place.policy));
+            most = timeline.iter().map(|moment| moment.held).fold(most, u64::max);
+        }
+        self.program.body_weights = self.program.body_weights.saturating_add(weights);
+        match node.op_type.as_str() {
+            "If" => most.saturating_sub(self.bytes(&node.outputs)),
+            "Loop" => {
+                let carried = node.inputs.len().saturating_sub(2);
+                most.saturating_add(self.bytes(node.outputs.get(carried..).unwrap_or_default()))
+            }
+            _ => most,
+        }
+    }
+
+    fn bytes(&self, values: &[Option<ValueId>]) -> u64 {
+        let facts = values.iter().flatten().map(|id| self.shapes.fact(*id));
+        let bytes = facts.filter_map(|fact| kernels::held_bytes(self.place.provider, fact));
+        bytes.fold(0, u64::saturating_add)
     }
 
     /// The only output and the buffer of an input that it takes over: its last read is this one, it is no input of the
@@ -217,19 +281,21 @@ impl Writer<'_> {
         let mut reads = laid_out;
         reads.extend(rest.iter().flatten().filter_map(|id| self.places.get(id)));
         self.step(reads, result.clone(), 0, kernel.dispatches);
-        let makes = self.place(*output).into_iter().collect();
+        let makes = self.allocate(*output).into_iter().collect();
         self.step(result, makes, 0, 1);
     }
 
     /// A buffer for the value in the provider's own layout.
     fn laid_out(&mut self, id: ValueId) -> Vec<BufferId> {
         let bytes = self.shapes.bytes(id).zip(self.shapes.shape(id));
-        let bytes = bytes.map(|(bytes, shape)| kernels::laid_out_bytes(self.provider, bytes, &shape));
+        let bytes = bytes.map(|(bytes, shape)| kernels::laid_out_bytes(self.place.provider, bytes, &shape));
         bytes.map(|bytes| self.buffer(bytes)).into_iter().collect()
     }
 
-    fn reads(&self, node: &Node) -> Vec<BufferId> {
-        node.inputs.iter().flatten().filter_map(|id| self.places.get(id)).copied().collect()
+    fn reads(&self, id: NodeId, node: &Node) -> Vec<BufferId> {
+        let captured = self.captured.get(&id).into_iter().flatten();
+        let read = node.inputs.iter().flatten().chain(captured);
+        read.filter_map(|id| self.places.get(id)).copied().collect()
     }
 
     fn step(&mut self, reads: Vec<BufferId>, mut makes: Vec<BufferId>, temporary: u64, dispatches: u32) {
@@ -247,8 +313,8 @@ impl Writer<'_> {
     }
 
     /// A buffer for a value whose size is known.
-    fn place(&mut self, id: ValueId) -> Option<BufferId> {
-        let bytes = kernels::held_bytes(self.provider, self.shapes.fact(id))?;
+    fn allocate(&mut self, id: ValueId) -> Option<BufferId> {
+        let bytes = kernels::held_bytes(self.place.provider, self.shapes.fact(id))?;
         let buffer = self.buffer(bytes);
         self.share(id, buffer);
         Some(buffer)

@@ -9,13 +9,15 @@ use crate::{
     shapes::Shapes,
 };
 
-/// Bytes of all initializers, each once.
+/// Bytes of all initializers, each once, those of bodies included.
 pub(super) fn on_disk(graph: &Graph) -> u64 {
     let tensors = graph.values().filter_map(|(_, value)| value.constant.as_ref());
-    tensors.map(|tensor| tensor.bytes.len() as u64).fold(0, u64::saturating_add)
+    let own = tensors.map(|tensor| tensor.bytes.len() as u64);
+    let bodies = graph.nodes().flat_map(|(_, node)| node.subgraphs()).map(on_disk);
+    own.chain(bodies).fold(0, u64::saturating_add)
 }
 
-/// Bytes of the constants that a session keeps.
+/// Bytes of the constants that a session keeps, those of both branches of an If included.
 ///
 /// WebGPU has a buffer for each, and the mapped pages of the file are dropped once they are copied. The CPU provider reads
 /// f32 weights where they are mapped, so that their pages stay resident; of 4- and 8-bit weights it makes packed copies
@@ -23,7 +25,7 @@ pub(super) fn on_disk(graph: &Graph) -> u64 {
 pub(super) fn held(graph: &Graph, shapes: &Shapes, program: &Program, provider: Provider) -> u64 {
     let bytes =
         program.weights.iter().filter_map(|id| super::kernels::held_bytes(provider, shapes.fact(*id)));
-    let bytes = bytes.fold(0, u64::saturating_add);
+    let bytes = bytes.fold(program.body_weights, u64::saturating_add);
     match provider {
         Provider::WebGpu => bytes,
         Provider::Cpu => bytes.saturating_add(packing(graph, shapes)),

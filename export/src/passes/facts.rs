@@ -170,6 +170,20 @@ impl Facts {
         }
     }
 
+    /// A name for sizes that are a multiple of a named dimension: `2*h`.
+    pub fn multiple(&self, sizes: &[usize]) -> Option<String> {
+        let (first, _) = self.samples.first()?;
+        let factor = |name: &String| {
+            let mut factors = self.samples.iter().zip(sizes).map(|((bound, _), size)| {
+                let of = bound.get(name).filter(|of| **of > 0 && size.is_multiple_of(**of))?;
+                Some(size / of)
+            });
+            let one = factors.next()??;
+            factors.all(|factor| factor == Some(one)).then_some(one)
+        };
+        first.keys().find_map(|name| Some(format!("{}*{name}", factor(name)?)))
+    }
+
     /// Why little is known about a graph that does not hold for most sizes of its open dimensions: a node, and those.
     pub fn contradiction(&self) -> Option<String> {
         let (sizes, shapes) = self.samples.first()?;

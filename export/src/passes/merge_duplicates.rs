@@ -19,7 +19,7 @@ pub const PASS: Pass = Pass {
 const BY_NAME: &str = "a graph output, or used by a body by name";
 
 /// Operators whose result is another one each time.
-const CHANCE: &[&str] = &[
+pub const CHANCE: &[&str] = &[
     "Bernoulli",
     "Dropout",
     "Multinomial",

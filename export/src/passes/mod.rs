@@ -6,6 +6,7 @@
 
 mod attention;
 mod bind_sizes;
+mod budget;
 mod constant_nodes;
 mod decompose_attention;
 mod dedupe_initializers;
@@ -35,7 +36,9 @@ mod merge_duplicates;
 mod merge_slices;
 mod normalised;
 mod outcome;
+mod part;
 mod pieces;
+mod pixel_attention;
 mod quantize_matmul;
 mod remove_nan_guard;
 mod replacement;
@@ -43,17 +46,21 @@ mod reshape_plan;
 mod run;
 mod settings;
 mod single_output;
+mod split_at;
+mod split_vae;
 mod substitution;
 mod to_f16;
 mod tree_concat;
 mod view;
 
+pub use bind_sizes::symbols;
 pub use decompose_attention::{MAX_SLICES, MultiHead, Written};
 pub use facts::Facts;
 pub use outcome::{Outcome, Refusal};
+pub use part::Part;
 pub use replacement::Replacement;
-pub use run::{PassError, Report, apply};
-pub use settings::{AttentionForm, Linears, Settings};
+pub use run::{PassError, Report, apply, split};
+pub use settings::{AttentionForm, Linears, Settings, Splitting};
 pub use view::View;
 
 use crate::onnx::Model;
@@ -100,6 +107,23 @@ pub const PASSES: &[&Pass] = &[
     &quantize_matmul::Q8,
     &quantize_matmul::Q4,
 ];
+
+/// The parts in the order in which they run; none if the model stays whole, for the reasons given.
+pub type Parts = Result<(Vec<Part>, Outcome), PassError>;
+
+/// One way to cut a model into parts that run one after another.
+#[derive(Debug)]
+pub struct Split {
+    pub name: &'static str,
+    /// What it makes of a graph, in a line.
+    pub what: &'static str,
+    /// What whole graphs lack.
+    pub why: &'static str,
+    pub run: fn(&Model, &Settings) -> Parts,
+}
+
+/// All splits. Adding one is a file and a line here.
+pub const SPLITS: &[&Split] = &[&split_at::SPLIT, &split_vae::SPLIT];
 
 /// Passes that are run together, in order and again until nothing changes.
 #[derive(Debug)]
@@ -190,8 +214,30 @@ pub fn pass(name: &str) -> Result<&'static Pass, PassError> {
         .ok_or_else(|| PassError::UnknownPass(name.to_owned()))
 }
 
+/// The passes of several sequences, each pass where it is first: sequences share their beginnings.
+pub fn sequences(names: &[&str]) -> Result<Vec<&'static Pass>, PassError> {
+    let mut passes: Vec<&'static Pass> = Vec::new();
+    for name in names {
+        for pass in sequence(name)? {
+            if passes.iter().all(|seen| seen.name != pass.name) {
+                passes.push(pass);
+            }
+        }
+    }
+    Ok(passes)
+}
+
 /// The passes of the sequence of that name.
 pub fn sequence(name: &str) -> Result<Vec<&'static Pass>, PassError> {
     let found = SEQUENCES.iter().find(|sequence| sequence.name == name);
     found.ok_or_else(|| PassError::UnknownSequence(name.to_owned()))?.all()
+}
+
+/// The split of that name.
+pub fn split_named(name: &str) -> Result<&'static Split, PassError> {
+    SPLITS
+        .iter()
+        .copied()
+        .find(|split| split.name == name)
+        .ok_or_else(|| PassError::UnknownSplit(name.to_owned()))
 }

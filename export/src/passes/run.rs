@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use super::{Outcome, Pass, Refusal, Settings, bind_sizes, drop_dead, single_output};
+use super::{Outcome, Parts, Pass, Refusal, Settings, Split, bind_sizes, drop_dead, single_output};
 use crate::onnx::{ComputeError, Graph, GraphError, Model, NodeId};
 
 /// Rounds over a list of passes. What one pass makes possible for an earlier one is done in the next round; graphs in the
@@ -16,6 +16,14 @@ pub enum PassError {
     UnknownPass(String),
     #[error("there is no sequence '{0}'; `viaduct rewrite --list` names them")]
     UnknownSequence(String),
+    #[error("there is no split '{0}'; `viaduct rewrite --list` names them")]
+    UnknownSplit(String),
+    #[error("the graph has no value '{0}' to be cut at")]
+    UnknownValue(String),
+    #[error("where to cut is not said: name values, or the bytes that a part may take")]
+    NoCut,
+    #[error("bytes can be counted only for known sizes, and these are open: {0}")]
+    OpenSizes(String),
     #[error("the pass {pass} made an invalid graph: {source}; this is a bug, please report it")]
     Invalid { pass: &'static str, source: GraphError },
     #[error("the passes {passes} still find work after {MAX_ROUNDS} rounds; this is a bug, please report it")]
@@ -75,6 +83,16 @@ pub fn apply(
     }
     let passes = passes.iter().map(|pass| pass.name).collect::<Vec<_>>().join(", ");
     Err(PassError::Unsettled { passes })
+}
+
+/// Cuts a model into parts, each of which is checked. There are none if the outcome says why the model stays whole.
+pub fn split(model: &Model, split: &Split, settings: &Settings) -> Parts {
+    let (parts, outcome) = (split.run)(model, settings)?;
+    for part in &parts {
+        let invalid = |source| PassError::Invalid { pass: split.name, source };
+        part.model.graph.validate().map_err(invalid)?;
+    }
+    Ok((parts, outcome))
 }
 
 /// Gives nodes of one name names of their own: ONNX Runtime refuses two of one name in some graphs.

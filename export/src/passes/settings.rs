@@ -11,6 +11,23 @@ pub struct Settings {
     pub sizes: Sizes,
     pub linears: Linears,
     pub attention: AttentionForm,
+    pub split: Splitting,
+}
+
+/// Where a model is cut into parts.
+#[derive(Clone, Debug, Default)]
+pub struct Splitting {
+    /// Names of values: a cut comes behind what each of them depends on.
+    pub at: Vec<String>,
+    /// Bytes that no part exceeds: of weights and live values in general, of what WebGPU is predicted to take for stages of
+    /// an image decoder.
+    pub max_bytes: Option<u64>,
+    /// Sizes of named dimensions for which bytes are counted. They stay open.
+    pub sizes: Sizes,
+    /// Up blocks of an image decoder that begin a stage of their own, counted from 0.
+    pub cuts: Vec<usize>,
+    /// Query rows per run of a stage of attention; open if not given.
+    pub chunk_rows: Option<usize>,
 }
 
 /// Which matrix products are quantised, and how.

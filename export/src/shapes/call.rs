@@ -106,7 +106,9 @@ impl<'a> Call<'a> {
     /// about the body's inputs, in order; values of the graphs around it are known to it by name. `Err` is the first
     /// contradiction in the body.
     pub fn body(&self, graph: &Graph, inputs: &[Fact]) -> Result<Vec<Fact>, String> {
-        self.scope.body(graph, inputs)
+        let place = self.node.subgraphs().position(|body| std::ptr::eq(body, graph));
+        let place = place.ok_or_else(|| "a body of another node".to_owned())?;
+        self.scope.body(graph, place, inputs)
     }
 }
 

@@ -70,6 +70,13 @@ impl Fact {
         self.dtype?.byte_len(&self.full_shape()?).map(|bytes| bytes as u64)
     }
 
+    /// Bytes to plan with: where type and sizes are known and yet their product is beyond any number, the largest one.
+    pub fn footprint(&self) -> Option<u64> {
+        let known = self.items.is_none() && self.full_shape().is_some();
+        let sized = self.dtype.is_some_and(|dtype| dtype.byte_len(&[1]).is_some());
+        self.bytes().or((known && sized).then_some(u64::MAX))
+    }
+
     /// The contents, none of whose elements may be known.
     pub(super) fn contents(&self) -> Option<Elements> {
         self.elements.clone().or_else(|| Elements::unknown(self.dtype?, &self.full_shape()?))

@@ -1,12 +1,13 @@
 //! Runs the rules over a graph in execution order.
 
 use std::{
-    cell::Cell,
-    collections::{BTreeMap, BTreeSet, HashMap},
+    cell::{Cell, RefCell},
+    collections::{BTreeMap, BTreeSet, HashMap, btree_map::Entry},
+    fmt,
 };
 
 use super::{Call, Fact, MAX_ELEMENTS, rule, standard_domain};
-use crate::onnx::{Dim, Graph, Model, Node, Value, ValueId, ValueType};
+use crate::onnx::{Dim, Graph, Model, Node, NodeId, Value, ValueId, ValueType};
 
 /// Sizes of a graph's named dimensions.
 pub type Sizes = BTreeMap<String, usize>;
@@ -19,10 +20,19 @@ pub struct Conflict {
     pub problem: String,
 }
 
+impl fmt::Display for Conflict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Conflict { node, op_type, problem } = self;
+        write!(f, "{op_type} {node}: {problem}")
+    }
+}
+
 /// What is known about every value of a graph under given sizes.
 #[derive(Clone, Debug, Default)]
 pub struct Shapes {
     facts: Vec<Fact>,
+    /// Of the bodies that may run: the node, and the body's place among its subgraphs.
+    bodies: BTreeMap<(NodeId, usize), Shapes>,
     pub conflicts: Vec<Conflict>,
 }
 
@@ -47,6 +57,8 @@ pub(super) struct Scope<'a> {
     graph: &'a Graph,
     facts: &'a [Fact],
     outer: Option<&'a Scope<'a>>,
+    /// What was found out about the bodies of the node that is being looked at.
+    bodies: RefCell<BTreeMap<usize, Shapes>>,
 }
 
 /// Infers every value's type and shape. `sizes` binds named dimensions; a name that is missing stays unknown.
@@ -91,17 +103,55 @@ impl Shapes {
         self.fact(id).bytes()
     }
 
-    /// Operators whose outputs' sizes are not known, with how many such outputs there are.
+    /// What is known about the values of a node's body, by its place among the node's subgraphs: each value as it is at
+    /// its largest, over all turns of a loop. `None` for a branch that is never taken.
+    pub fn body(&self, node: NodeId, place: usize) -> Option<&Shapes> {
+        self.bodies.get(&(node, place))
+    }
+
+    /// Operators whose outputs' sizes are not known, with how many such outputs there are, bodies included. An operator
+    /// of whose bodies nothing is known counts as one more.
     pub fn unknown(&self, graph: &Graph) -> BTreeMap<String, usize> {
         let mut unknown = BTreeMap::new();
-        for (_, node) in graph.nodes() {
+        for (id, node) in graph.nodes() {
             let outputs = node.outputs.iter().flatten();
-            let count = outputs.filter(|id| self.bytes(**id).is_none()).count();
+            let mut count = outputs.filter(|id| self.fact(**id).footprint().is_none()).count();
+            let mut bodies = node.subgraphs().enumerate().peekable();
+            let has_bodies = bodies.peek().is_some();
+            let known: Vec<_> =
+                bodies.filter_map(|(place, body)| Some((body, self.body(id, place)?))).collect();
+            count += usize::from(has_bodies && known.is_empty());
             if count > 0 {
                 *unknown.entry(node.op_type.clone()).or_default() += count;
             }
+            for (body, shapes) in known {
+                for (op, count) in shapes.unknown(body) {
+                    *unknown.entry(op).or_default() += count;
+                }
+            }
         }
         unknown
+    }
+
+    /// Nothing at all about a graph.
+    fn nothing(graph: &Graph) -> Shapes {
+        Shapes { facts: vec![Fact::default(); graph.values().count()], ..Shapes::default() }
+    }
+
+    /// Takes over what another turn of the same body made larger, or left unknown.
+    fn widen(&mut self, turn: Shapes) {
+        for (fact, other) in self.facts.iter_mut().zip(turn.facts) {
+            let smaller = |bytes: u64| other.bytes().is_none_or(|other| other > bytes);
+            if fact.bytes().is_some_and(smaller) {
+                *fact = other;
+            }
+        }
+        for (body, shapes) in turn.bodies {
+            match self.bodies.entry(body) {
+                Entry::Occupied(mut known) => known.get_mut().widen(shapes),
+                Entry::Vacant(unseen) => drop(unseen.insert(shapes)),
+            }
+        }
     }
 
     fn of<'a>(
@@ -126,8 +176,8 @@ impl Shapes {
         if let Some(outer) = outer {
             shapes.capture(graph, outer);
         }
-        for (_, node) in graph.nodes() {
-            shapes.run(context, graph, node, outer);
+        for (id, node) in graph.nodes() {
+            shapes.run(context, graph, (id, node), outer);
         }
         shapes
     }
@@ -144,12 +194,20 @@ impl Shapes {
         }
     }
 
-    fn run(&mut self, context: &Context<'_>, graph: &Graph, node: &Node, outer: Option<&Scope<'_>>) {
+    fn run(
+        &mut self,
+        context: &Context<'_>,
+        graph: &Graph,
+        (id, node): (NodeId, &Node),
+        outer: Option<&Scope<'_>>,
+    ) {
         let Some(rule) = rule(&node.domain, &node.op_type) else { return };
         let opset = context.opsets.get(standard_domain(&node.domain)).copied().unwrap_or(1);
-        let scope = Scope { context, graph, facts: &self.facts, outer };
+        let scope = Scope { context, graph, facts: &self.facts, outer, bodies: RefCell::default() };
         let inputs = node.inputs.iter().map(|id| id.map(|id| &self.facts[id.index()])).collect();
         let result = rule(&Call { node, inputs, opset, scope: &scope });
+        let bodies = scope.bodies.into_inner();
+        self.bodies.extend(bodies.into_iter().map(|(place, shapes)| ((id, place), shapes)));
         let conflict = |problem| Conflict { node: node.name.clone(), op_type: node.op_type.clone(), problem };
         match result {
             Ok(facts) => {
@@ -170,19 +228,31 @@ impl Shapes {
 }
 
 impl Scope<'_> {
-    /// See [`Call::body`].
-    pub fn body(&self, graph: &Graph, inputs: &[Fact]) -> Result<Vec<Fact>, String> {
+    /// See [`Call::body`]; `place` is the body's among the subgraphs of the node.
+    pub fn body(&self, graph: &Graph, place: usize, inputs: &[Fact]) -> Result<Vec<Fact>, String> {
         let context = self.context;
         let Some(left) = context.body_nodes_left.get().checked_sub(1 + graph.nodes().count()) else {
+            self.remember(place, Shapes::nothing(graph));
             return Ok(vec![Fact::default(); graph.outputs.len()]);
         };
         context.body_nodes_left.set(left);
         let names = graph.inputs.iter().map(|id| graph[*id].name.as_str());
         let given: HashMap<&str, &Fact> = names.zip(inputs).collect();
         let shapes = Shapes::of(context, graph, |value| given.get(value.name.as_str()).copied(), Some(self));
-        match shapes.conflicts.into_iter().next() {
+        match shapes.conflicts.first() {
             Some(Conflict { node, op_type, problem }) => Err(format!("{node} ({op_type}): {problem}")),
-            None => Ok(graph.outputs.iter().map(|id| shapes.facts[id.index()].clone()).collect()),
+            None => {
+                let outputs = graph.outputs.iter().map(|id| shapes.facts[id.index()].clone()).collect();
+                self.remember(place, Shapes { conflicts: Vec::new(), ..shapes });
+                Ok(outputs)
+            }
+        }
+    }
+
+    fn remember(&self, place: usize, turn: Shapes) {
+        match self.bodies.borrow_mut().entry(place) {
+            Entry::Occupied(mut known) => known.get_mut().widen(turn),
+            Entry::Vacant(unseen) => drop(unseen.insert(turn)),
         }
     }
 

@@ -23,7 +23,7 @@ const MISBEHAVIOUR: &str = "VIADUCT_TEST_WORKER";
 pub fn serve() -> io::Result<()> {
     let mut parent = Parent::connect()?;
     let Some(Request::Start { options, fused_attention, exchange }) = parent.next()? else { return Ok(()) };
-    let mut exchange = Exchange::new(Path::new(&exchange), &format!("c{}-", std::process::id()));
+    let mut exchange = Exchange::new(exchange.path(), &format!("c{}-", std::process::id()));
     let mut runtime = match start(&options, fused_attention) {
         Ok(runtime) => runtime,
         Err(e) => return parent.fail(&e),

@@ -3,8 +3,8 @@
 use std::{
     io::{BufRead, BufReader, Read, Write},
     os::unix::process::{CommandExt, ExitStatusExt},
-    process::{Child, ChildStdin, Command, ExitStatus, Stdio},
-    sync::mpsc::{Receiver, RecvTimeoutError, sync_channel},
+    process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio},
+    sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel},
     time::{Duration, Instant},
 };
 
@@ -14,6 +14,8 @@ use crate::runtime::{RuntimeError, volunteer_for_oom_killer};
 /// How long a child may take to end a session or itself: a driver may stall for ever when its device is torn down
 /// (<https://github.com/akandr/bc250>).
 pub(super) const TEARDOWN: Duration = Duration::from_secs(5);
+/// How often a child that is silent is looked at.
+const HALT: Duration = Duration::from_secs(5);
 /// Longer than any reply.
 const MAX_LINE: u64 = 1 << 24;
 
@@ -47,17 +49,14 @@ impl Process {
         // One answer at a time: a child that babbles must wait.
         let (lines, replies) = sync_channel(1);
         // Ends with the child's output.
-        std::thread::spawn(move || {
-            let Some(output) = output else { return };
-            let mut output = BufReader::new(output);
-            let mut line = String::new();
-            while output.by_ref().take(MAX_LINE).read_line(&mut line).is_ok_and(|bytes| bytes > 0) {
-                if lines.send(std::mem::take(&mut line)).is_err() {
-                    return;
-                }
-            }
-        });
-        Ok(Process { child, input, replies })
+        let listener = std::thread::Builder::new().name("worker output".to_owned());
+        let listening = listener.spawn(move || output.into_iter().for_each(|output| pass_on(output, &lines)));
+        // Dropped, it ends the child.
+        let process = Process { child, input, replies };
+        match listening {
+            Ok(_) => Ok(process),
+            Err(e) => Err(unusable(format!("cannot be listened to, for lack of a thread: {e}"))),
+        }
     }
 
     pub fn id(&self) -> u32 {
@@ -76,13 +75,29 @@ impl Process {
     /// Waits for the next answer, for ever if no limit is given.
     pub fn answer(&mut self, limit: Option<Duration>) -> Result<Reply, Silence> {
         let line = match limit {
-            None => self.replies.recv().map_err(|_| Silence::Ended)?,
+            None => self.next_line()?,
             Some(limit) => self.replies.recv_timeout(limit).map_err(|e| match e {
                 RecvTimeoutError::Timeout => Silence::TimedOut,
                 RecvTimeoutError::Disconnected => Silence::Ended,
             })?,
         };
         serde_json::from_str(&line).map_err(|e| Silence::Unintelligible(e.to_string()))
+    }
+
+    /// Waits for the next line, for ever; says so if the child is halted meanwhile, as by a terminal.
+    fn next_line(&self) -> Result<String, Silence> {
+        let mut told = false;
+        loop {
+            match self.replies.recv_timeout(HALT) {
+                Ok(line) => return Ok(line),
+                Err(RecvTimeoutError::Disconnected) => return Err(Silence::Ended),
+                Err(RecvTimeoutError::Timeout) if !told && is_halted(self.id()) => {
+                    tracing::warn!("the worker {} is halted by a signal; SIGCONT lets it go on", self.id());
+                    told = true;
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        }
     }
 
     /// Lets the child end by itself for a while, then kills it.
@@ -111,6 +126,23 @@ impl Process {
             std::thread::sleep(Duration::from_millis(2));
         }
         None
+    }
+}
+
+/// Whether a process is stopped (proc_pid_stat(5): its state follows its name, which may hold anything).
+fn is_halted(id: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, state)| state.starts_with('T'))
+}
+
+/// Reads lines to the end of the output, or until nobody takes them.
+fn pass_on(output: ChildStdout, lines: &SyncSender<String>) {
+    let mut output = BufReader::new(output);
+    let mut line = String::new();
+    while output.by_ref().take(MAX_LINE).read_line(&mut line).is_ok_and(|bytes| bytes > 0) {
+        if lines.send(std::mem::take(&mut line)).is_err() {
+            return;
+        }
     }
 }
 

@@ -1,11 +1,25 @@
 //! What parent and child say to each other: one JSON object per line.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, ffi::OsStr, os::unix::ffi::OsStrExt, path::Path};
 
 use serde::{Deserialize, Serialize};
 use viaduct_export::shapes::Sizes;
 
 use crate::runtime::{Device, RuntimeOptions};
+
+/// A path as the system has it, which need not be UTF-8.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct PathBytes(Vec<u8>);
+
+impl PathBytes {
+    pub fn of(path: &Path) -> PathBytes {
+        PathBytes(path.as_os_str().as_bytes().to_vec())
+    }
+
+    pub fn path(&self) -> &Path {
+        Path::new(OsStr::from_bytes(&self.0))
+    }
+}
 
 /// From the parent.
 #[derive(Debug, Serialize, Deserialize)]
@@ -16,7 +30,7 @@ pub(super) enum Request {
         options: RuntimeOptions,
         /// What an earlier child's self-test found.
         fused_attention: Option<bool>,
-        exchange: String,
+        exchange: PathBytes,
     },
     Open(Open),
     Bind {

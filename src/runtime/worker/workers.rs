@@ -11,7 +11,7 @@ use viaduct_export::bundle::Bundle;
 use super::{
     exchange::Exchange,
     process::{Process, Silence, TEARDOWN},
-    protocol::{Open, Reply, Request, TensorRef},
+    protocol::{Open, PathBytes, Reply, Request, TensorRef},
 };
 use crate::{
     runtime::{Binding, Device, Executor, Guard, Provider, RuntimeError, RuntimeOptions, Session, Watchdog},
@@ -137,10 +137,8 @@ fn start_child(
     exchange: &Path,
 ) -> Result<(Process, Device), RuntimeError> {
     let mut child = Process::start()?;
-    let folder = exchange.to_str().ok_or_else(|| RuntimeError::WorkerUnusable {
-        problem: format!("cannot use {}, whose name is not UTF-8; set VIADUCT_RUNS", exchange.display()),
-    })?;
-    let request = Request::Start { options: options.clone(), fused_attention, exchange: folder.to_owned() };
+    let exchange = PathBytes::of(exchange);
+    let request = Request::Start { options: options.clone(), fused_attention, exchange };
     match child.ask(&request, None) {
         Ok(Reply::Started { device }) => Ok((child, *device)),
         Ok(Reply::Failed { message, exit_code }) => Err(RuntimeError::Worker { message, exit_code }),

@@ -1,11 +1,13 @@
 //! FLUX.2 Klein: a Qwen3 text encoder, a transformer with joint attention, and a convolutional autoencoder.
 
+pub mod form;
+pub mod imported;
 pub mod parameters;
 
 mod config;
 mod modulation;
 mod text_encoder;
-mod tokenizer;
+pub mod tokenizer;
 mod transformer;
 mod vae;
 
@@ -15,6 +17,7 @@ use serde::Deserialize;
 
 use self::{
     config::Config,
+    form::Form,
     parameters::{Embedding, EmbeddingType, MAX_TEXT_LENGTH, Parameters, TextIds, TimeOrder},
 };
 use super::{
@@ -110,27 +113,26 @@ struct VaeSection {
 
 /// Sizes of all symbols, from a bundle's parameters: the family's [`super::Architecture::sizes`].
 pub fn sizes(parameters: &serde_json::Value, request: &SizesRequest) -> Result<Sizes, SizesError> {
-    let parameters = checked(parameters)?;
-    let size = Size::new(request.width, request.height, parameters.vae.pixels_per_token)?;
+    let form = checked(parameters)?;
+    let size = Size::new(request.width, request.height, form.pixels_per_token())?;
     if request.steps == 0 || request.steps > MAX_STEPS {
         return Err(SizesError::Steps { steps: request.steps });
     }
-    Ok(parameters.sizes(size, request.steps, request.halvings))
+    Ok(form.sizes(size, request.steps, request.halvings))
 }
 
 /// The picture that a bundle's parameters name: the family's [`super::Architecture::usual`].
 pub fn usual(parameters: &serde_json::Value) -> Result<SizesRequest, SizesError> {
-    let Parameters { vae, schedule, .. } = checked(parameters)?;
-    let side = vae.default_side;
-    Ok(SizesRequest { width: side, height: side, steps: schedule.steps, halvings: 0 })
+    let form = checked(parameters)?;
+    let [width, height] = form.default_size();
+    Ok(SizesRequest { width, height, steps: form.steps(), halvings: 0 })
 }
 
-fn checked(parameters: &serde_json::Value) -> Result<Parameters, SizesError> {
+fn checked(parameters: &serde_json::Value) -> Result<Form, SizesError> {
     const FAMILY: &str = "flux2";
-    let parameters = Parameters::deserialize(parameters)
-        .map_err(|source| SizesError::Unreadable { family: FAMILY, source })?;
-    parameters.check().map_err(|problem| SizesError::Parameters { family: FAMILY, problem })?;
-    Ok(parameters)
+    let form = Form::read(parameters).map_err(|source| SizesError::Unreadable { family: FAMILY, source })?;
+    form.check().map_err(|problem| SizesError::Parameters { family: FAMILY, problem })?;
+    Ok(form)
 }
 
 /// Whether a folder holds this family in diffusers layout.

@@ -7,6 +7,8 @@ use serde::Deserialize;
 use super::Flux2Error;
 use crate::weights::read_json;
 
+const TOKENS: &str = "tokenizer.json";
+
 #[derive(Deserialize)]
 struct TokenizerConfig {
     pad_token: Option<Token>,
@@ -43,11 +45,14 @@ pub fn pad_id(folder: &Path) -> Result<i64, Flux2Error> {
             return Err(Flux2Error::Config { place: file.display().to_string(), problem });
         }
     };
-    let tokens = folder.join("tokenizer.json");
-    let listed: TokenizerFile = read_json(&tokens)?;
-    let found = listed.added_tokens.iter().find(|t| t.content == pad).map(|t| t.id);
-    found.ok_or_else(|| Flux2Error::Config {
-        place: tokens.display().to_string(),
+    added_token(folder, &pad)?.ok_or_else(|| Flux2Error::Config {
+        place: folder.join(TOKENS).display().to_string(),
         problem: format!("pad_token '{pad}' is not among added_tokens"),
     })
+}
+
+/// The id of a token among the tokenizer's added ones.
+pub fn added_token(folder: &Path, content: &str) -> Result<Option<i64>, Flux2Error> {
+    let listed: TokenizerFile = read_json(&folder.join(TOKENS))?;
+    Ok(listed.added_tokens.iter().find(|token| token.content == content).map(|token| token.id))
 }

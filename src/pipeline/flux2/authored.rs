@@ -1,0 +1,120 @@
+//! Graphs that were authored here: tables, masks and modulations come from the host, in a stage of their own where a graph
+//! computes them.
+
+use viaduct_export::{arch::flux2::parameters::Parameters, shapes::Sizes};
+
+use super::{Conditions, Flux2, Flux2Error, Graphs, Inputs, id_tensor, misshapen, shaped};
+use crate::{
+    pipeline::{
+        embedding::gather_rows,
+        image::check_finite,
+        position::{PadKeys, image_ids, rope_tables, rope_tables_1d, text_ids, text_mask},
+        probe::Probe,
+        prompt::EncodedPrompt,
+        run::Run,
+        schedule::{Schedule, time_embedding},
+        size::Size,
+    },
+    tensor::{HostTensor, Values},
+};
+
+/// The transformer's inputs that the modulation stage gives.
+const MODULATIONS: [&str; 4] = ["mod_img", "mod_txt", "mod_single", "mod_out"];
+
+/// An authored bundle's parameters.
+pub(super) struct Authored(pub Parameters);
+
+impl Graphs for Authored {
+    fn encode(
+        &self,
+        flux2: &Flux2<'_>,
+        prompt: &EncodedPrompt,
+        run: &mut Run<'_>,
+    ) -> Result<HostTensor, Flux2Error> {
+        let text = &self.0.text;
+        let path = flux2.bundle.path(&text.embedding.file)?;
+        let embeds = gather_rows(&path, &text.embedding, &prompt.ids)?;
+        let pad_keys = if text.mask_padding { PadKeys::Hidden } else { PadKeys::Visible };
+        let Values::I64(mask) = &prompt.mask.values else {
+            unreachable!("the prompt encoder makes an i64 mask")
+        };
+        let mask = text_mask(mask, pad_keys);
+        let (cos, sin) = rope_tables_1d(text.length, text.head_dim, text.rope_theta)?;
+        let mut stage = flux2.stage("text_encoder", &Sizes::new(), run.executor, run.plan, &mut run.watch)?;
+        let inputs = [("inputs_embeds", &embeds), ("mask", &mask), ("rope_cos", &cos), ("rope_sin", &sin)];
+        let embeds = stage.run(&inputs, &["prompt_embeds"])?.remove(0);
+        stage.close(run.plan, &mut run.watch)?;
+        Ok(embeds)
+    }
+
+    fn conditions(
+        &self,
+        flux2: &Flux2<'_>,
+        size: Size,
+        schedule: &Schedule,
+        run: &mut Run<'_>,
+    ) -> Result<Conditions, Flux2Error> {
+        let modulations = self.modulate(flux2, schedule, run)?;
+        let (cos, sin) = self.joint_tables(size, run.watch.probe)?;
+        let of_step = |step| modulations.iter().map(|(name, tensor)| (*name, tensor.row(step))).collect();
+        Ok(Conditions {
+            constant: vec![("rope_cos", cos), ("rope_sin", sin)],
+            steps: (0..schedule.steps()).map(of_step).collect(),
+        })
+    }
+}
+
+impl Authored {
+    /// Everything that depends on the step alone, for all steps in one run.
+    /// Each is [steps, count, width].
+    fn modulate(
+        &self,
+        flux2: &Flux2<'_>,
+        schedule: &Schedule,
+        run: &mut Run<'_>,
+    ) -> Result<Inputs, Flux2Error> {
+        let transformer = &self.0.transformer;
+        let channels = transformer.time_channels;
+        let steps = &schedule.sigmas()[..schedule.steps()];
+        let times = steps.iter().flat_map(|s| time_embedding(*s, channels, transformer.time_order)).collect();
+        let times = HostTensor::f32(&[steps.len(), channels], times);
+        let sizes = Sizes::from([("steps".to_owned(), steps.len())]);
+        let mut stage = flux2.stage("modulation", &sizes, run.executor, run.plan, &mut run.watch)?;
+        let outputs = ["dit_temb", MODULATIONS[0], MODULATIONS[1], MODULATIONS[2], MODULATIONS[3]];
+        let mut tensors = stage.run(&[("time_embedding", &times)], &outputs)?;
+        stage.close(run.plan, &mut run.watch)?;
+        for (name, tensor) in outputs.iter().zip(&tensors) {
+            if tensor.shape.first() != Some(&times.shape[0]) {
+                return Err(misshapen("modulation", name, format!("{} rows", times.shape[0]), tensor));
+            }
+        }
+        let width = self.0.transformer.width;
+        let temb = shaped("modulation", outputs[0], tensors.remove(0), &[times.shape[0], width])?;
+        check_finite("modulation", None, &temb)?;
+        run.watch.boundary("dit_temb", temb.row(0).reshaped(&[1, width]));
+        Ok(MODULATIONS.into_iter().zip(tensors).collect())
+    }
+
+    /// Rotary tables of the joint sequence, text rows first: [tokens, head_dim / 2].
+    fn joint_tables(
+        &self,
+        size: Size,
+        probe: &mut dyn Probe,
+    ) -> Result<(HostTensor, HostTensor), Flux2Error> {
+        let transformer = &self.0.transformer;
+        let [rows, columns] = size.grid();
+        let mut ids = text_ids(self.0.text.length, transformer.text_ids);
+        let image = image_ids(0, rows, columns);
+        if probe.internals() {
+            probe.boundary("txt_ids", id_tensor(&ids));
+            probe.boundary("img_ids", id_tensor(&image));
+        }
+        ids.extend(image);
+        let (cos, sin) = rope_tables(&ids, &transformer.axes, transformer.rope_theta)?;
+        if probe.internals() {
+            probe.boundary("rope_cos", cos.each_twice());
+            probe.boundary("rope_sin", sin.each_twice());
+        }
+        Ok((cos, sin))
+    }
+}

@@ -1,0 +1,207 @@
+//! The image decoder: stages that the host drives one after the other, its middle attention a chunk of rows at a time.
+
+use viaduct_export::arch::flux2::form::ChunkedAttention;
+
+use super::{Flux2, Flux2Error, misshapen, shaped};
+use crate::{
+    pipeline::{
+        image::{check_finite, check_varied},
+        noise::unpack_latents,
+        run::Run,
+        size::Size,
+    },
+    tensor::{HostTensor, Values},
+};
+
+/// The stage of the attention, which runs once per chunk of query rows.
+pub(super) const ATTENTION: &str = "vae_attention";
+/// Outputs of the first stage that the attention takes.
+const ATTENTION_INPUTS: [&str; 3] = ["q", "kt", "v"];
+
+/// The picture half decoded: what the decoder's remaining stages need.
+pub(super) struct Decoding {
+    /// How many of the stages after the middle block are done.
+    done: usize,
+    /// [1,C,h,w]; what the next stage calls it is the name of the last stage's output.
+    x: HostTensor,
+    /// The attention's result [1,h,w,C], until the first stage has added it.
+    attended: Option<HostTensor>,
+}
+
+impl Flux2<'_> {
+    /// The decoder's stages after the middle block: to the picture [1,3,H,W] in -1..1.
+    pub(super) fn decode(
+        &self,
+        decoding: Decoding,
+        size: Size,
+        run: &mut Run<'_>,
+    ) -> Result<HostTensor, Flux2Error> {
+        let Decoding { done, mut x, mut attended } = decoding;
+        let sizes = self.sizes(size, self.form.steps(), run.plan);
+        let stages = self.form.post_stages();
+        let mut input = match done {
+            0 => self.form.decoder().first[1].to_owned(),
+            _ => self.output_of(stages[done - 1])?,
+        };
+        for (index, name) in stages.iter().enumerate().skip(done) {
+            let mut stage = self.stage(name, &sizes, run.executor, run.plan, &mut run.watch)?;
+            let exposed = stage.exposed();
+            let output = stage.session.outputs().into_iter().next().unwrap_or_default();
+            let mut inputs = vec![(input.as_str(), &x)];
+            inputs.extend(attended.as_ref().map(|attended| ("attn", attended)));
+            x = stage.run_and_probe(&inputs, &output, &exposed, &mut run.watch)?;
+            stage.close(run.plan, &mut run.watch)?;
+            check_finite(name, None, &x)?;
+            if index + 1 < stages.len() {
+                run.keep(&[(*name, &x)], &[]);
+            }
+            x = run.watch.boundary(&output, x);
+            attended = None;
+            input = output;
+        }
+        if x.shape.get(2..) != Some(&[size.height(), size.width()]) {
+            return Err(Flux2Error::Picture { found: x.shape, size });
+        }
+        let x = x.widened();
+        check_varied("vae", None, &x)?;
+        if let Some(last) = stages.last() {
+            run.keep(&[(*last, &x)], &[]);
+        }
+        Ok(x)
+    }
+
+    /// The name that the manifest gives a stage's output, which is the next one's input.
+    fn output_of(&self, stage: &str) -> Result<String, Flux2Error> {
+        let outputs = &self.bundle.stage(stage)?.outputs;
+        Ok(outputs.first().map(|port| port.name.clone()).unwrap_or_default())
+    }
+
+    /// The furthest state of the decoder that an earlier attempt kept.
+    pub(super) fn kept_decoding(
+        &self,
+        size: Size,
+        run: &mut Run<'_>,
+    ) -> Result<Option<Decoding>, Flux2Error> {
+        for (index, name) in self.form.post_stages().iter().enumerate().rev() {
+            if let Some(x) = run.kept(name) {
+                run.resume((*name).to_owned());
+                return Ok(Some(Decoding { done: index + 1, x, attended: None }));
+            }
+        }
+        let chain = self.form.decoder();
+        let [first, state] = chain.first;
+        let Some(x) = run.kept(state) else { return Ok(None) };
+        let Some(attention) = chain.attention else {
+            run.resume(first.to_owned());
+            return Ok(Some(Decoding { done: 0, x, attended: None }));
+        };
+        if let Some(attended) = run.kept(ATTENTION) {
+            run.resume(ATTENTION.to_owned());
+            return Ok(Some(Decoding { done: 0, x, attended: Some(attended) }));
+        }
+        let [Some(q), Some(kt), Some(v)] = ATTENTION_INPUTS.map(|name| run.kept(name)) else {
+            return Ok(None);
+        };
+        run.resume(first.to_owned());
+        let attended = self.attend([q, kt, v], attention, size, run)?;
+        Ok(Some(Decoding { done: 0, x, attended: Some(attended) }))
+    }
+
+    /// Everything before the first up block, from latents [1, tokens, channels]; the whole decoder where it is one stage.
+    pub(super) fn decode_middle(
+        &self,
+        latents: &HostTensor,
+        size: Size,
+        run: &mut Run<'_>,
+    ) -> Result<Decoding, Flux2Error> {
+        let [rows, columns] = size.grid();
+        let latents = unpack_latents(latents, rows, columns)?;
+        let sizes = self.sizes(size, self.form.steps(), run.plan);
+        let chain = self.form.decoder();
+        let [first, state] = chain.first;
+        let mut stage = self.stage(first, &sizes, run.executor, run.plan, &mut run.watch)?;
+        let exposed = stage.exposed();
+        let mut names = vec![state];
+        if chain.attention.is_some() {
+            names.extend(ATTENTION_INPUTS);
+        }
+        let own = names.len();
+        names.extend(exposed.iter().map(String::as_str));
+        let mut tensors = stage.run(&[("latents", &latents)], &names)?;
+        stage.close(run.plan, &mut run.watch)?;
+        for (name, tensor) in exposed.iter().zip(tensors.split_off(own)) {
+            run.watch.boundary(name, tensor);
+        }
+        let x = run.watch.boundary(state, tensors.remove(0));
+        for tensor in [&x].into_iter().chain(&tensors) {
+            check_finite(first, None, tensor)?;
+        }
+        let kept = [(state, &x)].into_iter().chain(ATTENTION_INPUTS.into_iter().zip(&tensors));
+        run.keep(&kept.collect::<Vec<_>>(), &[]);
+        let attended = match (chain.attention, <[HostTensor; 3]>::try_from(tensors)) {
+            (Some(attention), Ok(inputs)) => Some(self.attend(inputs, attention, size, run)?),
+            _ => None,
+        };
+        Ok(Decoding { done: 0, x, attended })
+    }
+
+    /// The middle block's attention, a chunk of query rows at a time. `q` and `v` are [.., C], `kt` [.., C, ..]; all axes but
+    /// C's are pixels, or 1. The result has q's shape.
+    fn attend(
+        &self,
+        [q, kt, v]: [HostTensor; 3],
+        attention: ChunkedAttention,
+        size: Size,
+        run: &mut Run<'_>,
+    ) -> Result<HostTensor, Flux2Error> {
+        let ([first, state], sizes) =
+            (self.form.decoder().first, self.sizes(size, self.form.steps(), run.plan));
+        let shape = q.shape.clone();
+        let (Some(&channels), false) = (shape.last(), shape.contains(&0)) else {
+            return Err(misshapen(first, "q", "[1, height, width, channels]".to_owned(), &q));
+        };
+        let rows = shape.iter().product::<usize>() / channels;
+        let is_transposed =
+            kt.shape.iter().find(|size| **size != 1).is_none_or(|size| *size == channels || channels == 1);
+        if !is_transposed || kt.shape.iter().product::<usize>() != channels * rows {
+            return Err(misshapen(first, "kt", format!("[1, {channels}, {rows}]"), &kt));
+        }
+        let v = shaped(first, "v", v, &shape)?;
+        let mut stage = self.stage(ATTENTION, &sizes, run.executor, run.plan, &mut run.watch)?;
+        let rank = stage.input("q_chunk").map_or(3, |port| port.dims.len()).max(2);
+        let matrix = |rows, columns| [vec![1; rank - 2], vec![rows, columns]].concat();
+        stage.bind("kt", &kt.reshaped(&matrix(channels, rows)))?;
+        stage.bind("v", &v.reshaped(&matrix(rows, channels)))?;
+        let chunk = match sizes.get("chunk_rows") {
+            Some(planned) if !attention.fixed => *planned,
+            _ => attention.rows,
+        };
+        let mut attended = Vec::with_capacity(q.values.len());
+        for first in (0..rows).step_by(chunk.max(1)) {
+            let own = chunk.min(rows - first) * channels;
+            let mut part = q.values.slice(first * channels..first * channels + own);
+            if attention.fixed || attention.q_factor != 1.0 {
+                part = Values::F32(prepared(&part, &attention, chunk * channels).into());
+            }
+            let part = HostTensor::new(&matrix(part.len() / channels, channels), part);
+            let result = stage.run(&[("q_chunk", &part)], &["attn_chunk"])?.remove(0);
+            let result = shaped(ATTENTION, "attn_chunk", result, &part.shape)?;
+            attended.extend((0..own).map(|index| result.values.f32_at(index)));
+        }
+        stage.close(run.plan, &mut run.watch)?;
+        let attended = HostTensor::f32(&shape, attended);
+        check_finite(ATTENTION, None, &attended)?;
+        run.keep(&[(ATTENTION, &attended)], &[state]);
+        Ok(attended)
+    }
+}
+
+/// Query rows as a graph of others takes them: scaled by what it leaves to the host, and filled up with zeros where its
+/// chunks have a fixed number of rows.
+fn prepared(part: &Values, attention: &ChunkedAttention, full: usize) -> Vec<f32> {
+    let mut rows: Vec<f32> = (0..part.len()).map(|index| part.f32_at(index) * attention.q_factor).collect();
+    if attention.fixed {
+        rows.resize(full, 0.0);
+    }
+    rows
+}

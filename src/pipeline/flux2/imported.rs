@@ -1,0 +1,76 @@
+//! Graphs that others exported: they compute embeddings, masks, tables and modulations themselves.
+
+use viaduct_export::{arch::flux2::imported::Imported as Parameters, shapes::Sizes};
+
+use super::{Conditions, Flux2, Flux2Error, Graphs, id_tensor};
+use crate::{
+    pipeline::{
+        position::{TextIds, image_ids, text_ids},
+        prompt::EncodedPrompt,
+        run::Run,
+        schedule::Schedule,
+        size::Size,
+    },
+    tensor::{HostTensor, Values},
+};
+
+/// An imported bundle's parameters.
+pub(super) struct Imported(pub Parameters);
+
+impl Graphs for Imported {
+    fn encode(
+        &self,
+        flux2: &Flux2<'_>,
+        prompt: &EncodedPrompt,
+        run: &mut Run<'_>,
+    ) -> Result<HostTensor, Flux2Error> {
+        let sizes = Sizes::from([("text_seq".to_owned(), self.0.text.length)]);
+        let mut stage = flux2.stage("text_encoder", &sizes, run.executor, run.plan, &mut run.watch)?;
+        let inputs = [("input_ids", &prompt.ids), ("attention_mask", &prompt.mask)];
+        let embeds = stage.run(&inputs, &["prompt_embeds"])?.remove(0);
+        stage.close(run.plan, &mut run.watch)?;
+        Ok(self.limited(embeds, &prompt.mask))
+    }
+
+    fn conditions(
+        &self,
+        _flux2: &Flux2<'_>,
+        size: Size,
+        schedule: &Schedule,
+        run: &mut Run<'_>,
+    ) -> Result<Conditions, Flux2Error> {
+        let [rows, columns] = size.grid();
+        let text = id_tensor(&text_ids(self.0.text.length, TextIds::Index));
+        let image = id_tensor(&image_ids(0, rows, columns));
+        if run.watch.probe.internals() {
+            run.watch.probe.boundary("txt_ids", text.clone());
+            run.watch.probe.boundary("img_ids", image.clone());
+        }
+        let sigmas = &schedule.sigmas()[..schedule.steps()];
+        let of_step = |sigma: &f32| vec![("sigma", HostTensor::f32(&[1], vec![*sigma]))];
+        Ok(Conditions {
+            constant: vec![("img_ids", image), ("txt_ids", text)],
+            steps: sigmas.iter().map(of_step).collect(),
+        })
+    }
+}
+
+impl Imported {
+    /// What the bundle asks to be done to the encoder's result: values cut, rows of padding set to zero.
+    fn limited(&self, embeds: HostTensor, mask: &HostTensor) -> HostTensor {
+        let text = &self.0.text;
+        if text.clip == 0.0 && !text.zero_padding {
+            return embeds;
+        }
+        let mut values = embeds.to_f32();
+        if text.clip > 0.0 {
+            values.iter_mut().for_each(|x| *x = x.clamp(-text.clip, text.clip));
+        }
+        if let (true, Values::I64(mask)) = (text.zero_padding, &mask.values) {
+            let width = (values.len() / mask.len().max(1)).max(1);
+            let padding = values.chunks_mut(width).zip(mask.iter()).filter(|(_, mask)| **mask == 0);
+            padding.for_each(|(row, _)| row.fill(0.0));
+        }
+        HostTensor::f32(&embeds.shape, values)
+    }
+}

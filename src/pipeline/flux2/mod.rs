@@ -1,0 +1,364 @@
+//! FLUX.2 Klein: prompt to picture. Stages run one after the other, each alone on the device.
+//!
+//! Source of the order of operations: diffusers' Flux2KleinPipeline. Bundles come in two forms, graphs that were authored
+//! here and graphs that others exported; what the forms do differently is behind one interface, [`Graphs`].
+
+mod authored;
+mod decoder;
+mod imported;
+mod opened;
+
+use std::{collections::BTreeMap, path::PathBuf, time::Instant};
+
+use viaduct_export::{
+    arch::flux2::form::Form,
+    bundle::{Bundle, BundleError, MANIFEST, Stages},
+    shapes::Sizes,
+};
+
+use self::{authored::Authored, decoder::ATTENTION, imported::Imported, opened::Opened};
+use super::{
+    embedding::EmbeddingError,
+    event::Event,
+    image::{ImageError, check_finite, check_varied},
+    noise::{LatentError, draw_latents, pack_latents},
+    position::{PositionError, PositionId},
+    prompt::{EncodedPrompt, PromptEncoder, PromptError},
+    run::{Run, Watch},
+    schedule::{Schedule, ScheduleError},
+    size::Size,
+};
+use crate::{
+    plan::Plan,
+    runtime::{Binding, Executor, Provider, RuntimeError},
+    tensor::HostTensor,
+};
+
+/// The family whose bundles this pipeline runs.
+const FAMILY: &str = "flux2";
+
+#[derive(Debug, thiserror::Error)]
+pub enum Flux2Error {
+    #[error(transparent)]
+    Bundle(#[from] BundleError),
+    #[error(transparent)]
+    Runtime(#[from] RuntimeError),
+    #[error(transparent)]
+    Prompt(#[from] PromptError),
+    #[error(transparent)]
+    Embedding(#[from] EmbeddingError),
+    #[error(transparent)]
+    Schedule(#[from] ScheduleError),
+    #[error(transparent)]
+    Position(#[from] PositionError),
+    #[error(transparent)]
+    Latent(#[from] LatentError),
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    #[error("the noise has shape {found:?}, but {size} needs {expected:?}")]
+    Noise { found: Vec<usize>, expected: Vec<usize>, size: Size },
+    #[error("{}: parameters: {problem}", manifest.display())]
+    Parameters { manifest: PathBuf, problem: String },
+    #[error("the bundle is of family '{0}', and only '{FAMILY}' can be drawn")]
+    Family(String),
+    #[error(
+        "the decoder drew {found:?} for a picture of {size}; the bundle's parameters do not fit its graphs"
+    )]
+    Picture { found: Vec<usize>, size: Size },
+    #[error("the padding token's id {0} is not a token id")]
+    PadId(i64),
+}
+
+/// What to draw.
+pub struct Request {
+    pub prompt: String,
+    pub size: Size,
+    pub steps: usize,
+    pub noise: Noise,
+}
+
+/// The initial latents.
+pub enum Noise {
+    /// As `torch.Generator("cpu").manual_seed(seed)` draws them.
+    Seed(u64),
+    /// [1, channels, rows, columns].
+    Given(HostTensor),
+}
+
+/// Inputs of a graph by name.
+type Inputs = Vec<(&'static str, HostTensor)>;
+
+/// What the transformer takes besides the latents.
+struct Conditions {
+    /// The same in every step: uploaded once.
+    constant: Inputs,
+    /// Of each step.
+    steps: Vec<Inputs>,
+}
+
+/// How graphs of one form are fed. All else of a picture is the same for both.
+trait Graphs {
+    /// Runs the text encoder: [1, text length, width], rows of padding included, because the transformer attends to them.
+    fn encode(
+        &self,
+        flux2: &Flux2<'_>,
+        prompt: &EncodedPrompt,
+        run: &mut Run<'_>,
+    ) -> Result<HostTensor, Flux2Error>;
+
+    /// Everything that the transformer takes besides the latents and the encoded prompt.
+    fn conditions(
+        &self,
+        flux2: &Flux2<'_>,
+        size: Size,
+        schedule: &Schedule,
+        run: &mut Run<'_>,
+    ) -> Result<Conditions, Flux2Error>;
+}
+
+/// A FLUX.2 bundle ready to draw.
+pub struct Flux2<'a> {
+    bundle: &'a Bundle,
+    form: Form,
+    graphs: Box<dyn Graphs>,
+    prompts: PromptEncoder,
+}
+
+impl<'a> Flux2<'a> {
+    pub fn open(bundle: &'a Bundle) -> Result<Flux2<'a>, Flux2Error> {
+        if bundle.manifest.family != FAMILY {
+            return Err(Flux2Error::Family(bundle.manifest.family.clone()));
+        }
+        let form = bundle.parameters(Form::read)?;
+        form.check()
+            .map_err(|problem| Flux2Error::Parameters { manifest: bundle.folder.join(MANIFEST), problem })?;
+        let graphs: Box<dyn Graphs> = match &form {
+            Form::Authored(parameters) => Box::new(Authored(parameters.clone())),
+            Form::Imported(parameters) => Box::new(Imported(parameters.clone())),
+        };
+        let prompts = PromptEncoder::load(&bundle.folder.join("tokenizer"))?;
+        Ok(Flux2 { bundle, form, graphs, prompts })
+    }
+
+    pub fn form(&self) -> &Form {
+        &self.form
+    }
+
+    /// Sizes of all stages' symbols, with the plan's chunks.
+    fn sizes(&self, size: Size, steps: usize, plan: Option<&Plan>) -> Sizes {
+        let halvings = plan.map_or(0, |plan| plan.settings(ATTENTION).halvings);
+        self.form.sizes(size, steps, halvings)
+    }
+
+    /// Draws one picture: [1,3,H,W] in -1..1, as the decoder leaves it.
+    pub fn draw(&self, request: &Request, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
+        let prompt = self.tokenize(&request.prompt, run)?;
+        let decoding = match self.kept_decoding(request.size, run)? {
+            Some(decoding) => decoding,
+            None => {
+                let latents = self.sample(request, &prompt, run)?;
+                self.decode_middle(&latents, request.size, run)?
+            }
+        };
+        self.decode(decoding, request.size, run)
+    }
+
+    /// The final latents [1, tokens, channels].
+    fn sample(
+        &self,
+        request: &Request,
+        prompt: &EncodedPrompt,
+        run: &mut Run<'_>,
+    ) -> Result<HostTensor, Flux2Error> {
+        let begun = match self.kept_latents(request, run) {
+            Some((done, latents)) if done == request.steps => return Ok(latents),
+            begun => begun,
+        };
+        let embeds = self.encode(prompt, run)?;
+        let schedule = Schedule::flux2(request.size.tokens(), request.steps)?;
+        let sigmas = HostTensor::f32(&[request.steps + 1], schedule.sigmas().to_vec());
+        run.watch.boundary("sigmas", sigmas);
+        let mut conditions = self.graphs.conditions(self, request.size, &schedule, run)?;
+        conditions.constant.push(("prompt_embeds", embeds));
+        let (done, latents) = match begun {
+            Some(begun) => begun,
+            None => {
+                let noise = run.watch.boundary("noise_nchw", self.noise(request)?);
+                (0, pack_latents(&noise)?)
+            }
+        };
+        self.denoise(request.size, &schedule, &conditions, (done, latents), run)
+    }
+
+    /// The latents after the last step that an earlier attempt finished, and how many steps that are.
+    fn kept_latents(&self, request: &Request, run: &mut Run<'_>) -> Option<(usize, HostTensor)> {
+        let shape = [1, request.size.tokens(), self.form.channels()];
+        let steps = (0..request.steps).rev();
+        let (step, latents) =
+            steps.filter_map(|step| Some((step, run.kept(&latents_after(step))?))).next()?;
+        if latents.shape != shape {
+            return None;
+        }
+        run.resume(format!("step {}/{}", step + 1, request.steps));
+        Some((step + 1, latents))
+    }
+
+    fn tokenize(&self, prompt: &str, run: &mut Run<'_>) -> Result<EncodedPrompt, Flux2Error> {
+        let (length, pad_id) = (self.form.text_length(), self.form.pad_id());
+        let pad = u32::try_from(pad_id).map_err(|_| Flux2Error::PadId(pad_id))?;
+        let mut encoded = self.prompts.encode(prompt, length, pad)?;
+        if encoded.truncated > 0 {
+            let EncodedPrompt { tokens, truncated, .. } = encoded;
+            run.watch.listener.on_event(Event::warning(format!(
+                "the prompt is cut: {tokens} tokens are kept, {truncated} at its end are lost (this model reads {length})"
+            )));
+        }
+        encoded.ids = run.watch.boundary("input_ids", encoded.ids);
+        encoded.mask = run.watch.boundary("attention_mask", encoded.mask);
+        Ok(encoded)
+    }
+
+    /// [1, text length, joint width]; rows of padding included, because the transformer attends to them.
+    fn encode(&self, prompt: &EncodedPrompt, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
+        if let Some(embeds) = run.kept("prompt_embeds") {
+            run.resume("text_encoder".to_owned());
+            return Ok(embeds);
+        }
+        let embeds = self.graphs.encode(self, prompt, run)?;
+        check_finite("text_encoder", None, &embeds)?;
+        run.keep(&[("prompt_embeds", &embeds)], &[]);
+        Ok(run.watch.boundary("prompt_embeds", embeds))
+    }
+
+    /// Goes on with the latents after so many steps.
+    fn denoise(
+        &self,
+        size: Size,
+        schedule: &Schedule,
+        conditions: &Conditions,
+        (done, mut latents): (usize, HostTensor),
+        run: &mut Run<'_>,
+    ) -> Result<HostTensor, Flux2Error> {
+        let sizes = self.sizes(size, schedule.steps(), run.plan);
+        let mut stage = self.stage("transformer", &sizes, run.executor, run.plan, &mut run.watch)?;
+        let exposed = stage.exposed();
+        for (name, tensor) in &conditions.constant {
+            stage.bind(name, tensor)?;
+        }
+        let count = schedule.steps();
+        for step in done..count {
+            let started = Instant::now();
+            let mut inputs = vec![("latents", &latents)];
+            inputs.extend(conditions.steps[step].iter().map(|(name, tensor)| (*name, tensor)));
+            let wanted = if step == 0 { &exposed[..] } else { &[] };
+            let velocity = stage.run_and_probe(&inputs, "pred", wanted, &mut run.watch)?.widened();
+            check_finite("transformer", Some(step), &velocity)?;
+            let velocity = run.watch.boundary(&format!("pred_step{step}"), velocity);
+            schedule.euler_step(step, &mut latents, &velocity)?;
+            latents = run.watch.boundary(&latents_after(step), latents);
+            let seconds = started.elapsed().as_secs_f64();
+            run.watch.listener.on_event(Event::Step { index: step + 1, count, seconds });
+            if step + 1 < count {
+                check_finite("transformer", Some(step), &latents)?;
+                run.folder.keep(
+                    &[(latents_after(step).as_str(), &latents)],
+                    &["prompt_embeds"],
+                    run.watch.listener,
+                );
+            }
+        }
+        stage.close(run.plan, &mut run.watch)?;
+        check_varied("transformer", Some(count - 1), &latents)?;
+        run.keep(&[(latents_after(count - 1).as_str(), &latents)], &[]);
+        Ok(latents)
+    }
+
+    fn noise(&self, request: &Request) -> Result<HostTensor, Flux2Error> {
+        let channels = self.form.channels();
+        let [rows, columns] = request.size.grid();
+        match &request.noise {
+            Noise::Seed(seed) => Ok(draw_latents(*seed, channels, rows, columns)),
+            Noise::Given(noise) => {
+                let expected = vec![1, channels, rows, columns];
+                if noise.shape != expected {
+                    let found = noise.shape.clone();
+                    return Err(Flux2Error::Noise { found, expected, size: request.size });
+                }
+                Ok(HostTensor::f32(&expected, noise.to_f32()))
+            }
+        }
+    }
+
+    /// Opens a stage and says so; the values of its graph that have a reference name are exposed if the probe asks.
+    fn stage<'r>(
+        &'r self,
+        name: &str,
+        sizes: &Sizes,
+        executor: &'r mut dyn Executor,
+        plan: Option<&Plan>,
+        watch: &mut Watch<'_>,
+    ) -> Result<Opened<'r>, Flux2Error> {
+        let stages = &self.bundle.manifest.stages;
+        let index = stages.iter().position(|stage| stage.name == name).map_or(0, |i| i + 1);
+        watch.listener.on_event(Event::Stage { name: name.to_owned(), index, count: stages.len() });
+        let settings = plan.map(|plan| plan.settings(name)).unwrap_or_default();
+        // Names in graphs of others are no reference's.
+        let internals = watch.probe.internals() && !self.bundle.is_imported();
+        let binding = Binding {
+            sizes,
+            exposed: if internals { &["dit_", "vae_"] } else { &[] },
+            score_limit: settings.score_limit(),
+            pending_dispatches: settings.pending_dispatches,
+            planned: plan.and_then(|plan| plan.bytes(name)),
+        };
+        let described = self.bundle.stage(name)?;
+        let provider = executor.device().provider;
+        let session = executor.open_stage(self.bundle, name, &binding)?;
+        self.note_nodes(name, session.nodes(), provider, watch);
+        Ok(Opened { session, described })
+    }
+
+    /// Adds up the nodes of each provider. Graphs of others may leave nodes to the CPU, which is worth a warning.
+    fn note_nodes(
+        &self,
+        stage: &str,
+        nodes: &BTreeMap<String, usize>,
+        provider: Provider,
+        watch: &mut Watch<'_>,
+    ) {
+        for (provider, count) in nodes {
+            *watch.nodes.entry(provider.clone()).or_default() += count;
+        }
+        let on_cpu = nodes.get("CPUExecutionProvider").copied().unwrap_or(0);
+        if provider == Provider::WebGpu && on_cpu > 0 {
+            let message = format!(
+                "{on_cpu} nodes of {stage} run on the CPU, each with a way from the device and back; `viaduct inspect` says what a re-export would gain"
+            );
+            watch.listener.on_event(Event::warning(message));
+        }
+    }
+}
+
+/// The reference's name of the latents after a step, counted from 0.
+fn latents_after(step: usize) -> String {
+    format!("latents_step{step}")
+}
+
+/// Position ids as [1, tokens, 4].
+fn id_tensor(ids: &[PositionId]) -> HostTensor {
+    HostTensor::i64(&[1, ids.len(), 4], ids.iter().flatten().copied().collect())
+}
+
+/// A stage's output, whose shape the host relies on: a graph need not be the one that the manifest describes.
+fn shaped(stage: &str, name: &str, tensor: HostTensor, shape: &[usize]) -> Result<HostTensor, Flux2Error> {
+    if tensor.shape == shape {
+        Ok(tensor)
+    } else {
+        Err(misshapen(stage, name, format!("{shape:?}"), &tensor))
+    }
+}
+
+fn misshapen(stage: &str, name: &str, expected: String, tensor: &HostTensor) -> Flux2Error {
+    let (stage, tensor, got) = (stage.to_owned(), name.to_owned(), format!("{:?}", tensor.shape));
+    RuntimeError::BadTensor { stage, tensor, expected, got }.into()
+}
