@@ -200,9 +200,10 @@ struct List {
 }
 
 impl List {
-    /// Whether rows that were NaN, because their mask hides all there is, get numbers.
+    /// Whether rows that were NaN, because their mask hides all there is, get numbers, and guards against NaN from elsewhere
+    /// go.
     fn heals(&self) -> bool {
-        self.passes.iter().any(|pass| pass.name == "finite_masks")
+        self.passes.iter().any(|pass| ["finite_masks", "remove_nan_guard"].contains(&pass.name))
     }
 }
 
@@ -365,7 +366,7 @@ fn feeds(model: &Model, sizes: &Sizes, shake: f32) -> Result<Feeds, String> {
 }
 
 /// max|a-b| / max|a|; infinite where types, shapes, integers, or what is not finite differ.
-/// `healed`: NaN may have become anything.
+/// `healed`: NaN is as good as anything.
 fn distance(a: &HostTensor, b: &HostTensor, healed: bool) -> f32 {
     if a.shape != b.shape || a.values.dtype() != b.values.dtype() {
         return f32::INFINITY;
@@ -376,7 +377,13 @@ fn distance(a: &HostTensor, b: &HostTensor, healed: bool) -> f32 {
     let (a, b) = (a.to_f32(), b.to_f32());
     let peak = a.iter().filter(|v| v.is_finite()).fold(1e-30f32, |peak, v| peak.max(v.abs()));
     let apart = |(a, b): (&f32, &f32)| match () {
-        () if a.to_bits() == b.to_bits() || a == b || (a.is_nan() && (b.is_nan() || healed)) => 0.0,
+        () if a.to_bits() == b.to_bits()
+            || a == b
+            || (a.is_nan() && b.is_nan())
+            || (healed && (a.is_nan() || b.is_nan())) =>
+        {
+            0.0
+        }
         () if a.is_finite() && b.is_finite() => (a - b).abs() / peak,
         () => f32::INFINITY,
     };
