@@ -102,7 +102,6 @@ impl Fuzzer {
         let case = tree.current();
         // Should the process die, this tells of what.
         let _ = fs::write(failures_folder().join("running"), format!("{kind} seed {seed}\n{case:?}\n"));
-        let _ = fs::write(failures_folder().join("running.onnx"), case.trial(&self.corpus).bytes);
         match self.try_case(&case) {
             Ok(seen) => *self.seen.entry((kind, seen)).or_default() += 1,
             Err(problem) => self.keep(kind, seed, &mut *tree, problem),

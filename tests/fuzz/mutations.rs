@@ -155,7 +155,8 @@ pub fn recipe(of: &'static [Change]) -> impl Strategy<Value = Recipe> {
 impl Recipe {
     pub fn trial(&self, corpus: &Corpus) -> Trial {
         // Small files most of the time: they are quick.
-        let count = if self.file % 16 == 0 { corpus.files.len() } else { corpus.files.len() * 9 / 10 };
+        let count =
+            if self.file.is_multiple_of(16) { corpus.files.len() } else { corpus.files.len() * 9 / 10 };
         let (_, original) = &corpus.files[self.file as usize / 16 % count];
         let mut model = ModelProto::decode(original.as_slice()).expect("a model");
         for (change, numbers) in &self.changes {

@@ -301,11 +301,12 @@ fn cast_to_f16(node: &mut Node) {
 }
 
 fn half_tensor(tensor: Tensor) -> Result<Tensor, ComputeError> {
-    if !matches!(tensor.bytes, Bytes::Computed { .. }) && tensor.bytes.len() <= SMALL {
-        if let Some(values) = tensor.to_f32()? {
-            let limited = |v: &f32| if v.is_finite() { v.clamp(-F16_MAX, F16_MAX) } else { *v };
-            return Ok(Tensor::from_f16(&tensor.shape, &values.iter().map(limited).collect::<Vec<_>>()));
-        }
+    if !matches!(tensor.bytes, Bytes::Computed { .. })
+        && tensor.bytes.len() <= SMALL
+        && let Some(values) = tensor.to_f32()?
+    {
+        let limited = |v: &f32| if v.is_finite() { v.clamp(-F16_MAX, F16_MAX) } else { *v };
+        return Ok(Tensor::from_f16(&tensor.shape, &values.iter().map(limited).collect::<Vec<_>>()));
     }
     Ok(quant::cast(tensor, DType::F16)?)
 }
