@@ -100,27 +100,28 @@ fn rules_look_at_the_weight_and_the_node() {
 /// What is left alone, the reason, and one difference to what is not.
 #[test]
 fn refusals() {
-    let cases: [(&str, &dyn Fn(&mut Net)); 8] = [
-        ("its constant is the first operand", &|net| {
+    type Case = (&'static str, fn(&mut Net));
+    let cases: [Case; 8] = [
+        ("its constant is the first operand", |net| {
             net.float("w", &[N, 5], &noise(1, N * 5)).node("MatMul", &["w", "x"], "y", &[]);
         }),
-        ("its weight is not a matrix", &|net| {
+        ("its weight is not a matrix", |net| {
             net.float("w", &[1, K, N], &noise(1, N * K)).node("MatMul", &["x", "w"], "y", &[]);
         }),
-        ("its weight is not of f32, f16 or bf16", &|net| {
+        ("its weight is not of f32, f16 or bf16", |net| {
             net.constant("w", Tensor::from_i64(&[K, N], &vec![1; K * N]));
             net.node("Cast", &["x"], "i", &[("to", int(7))]).node("MatMul", &["i", "w"], "y", &[]);
         }),
-        ("x is not known to be f32 or f16", &|net| {
+        ("x is not known to be f32 or f16", |net| {
             net.float("w", &[K, N], &noise(1, N * K)).node("ms.Unheard", &["x"], "u", &[]);
             net.node("MatMul", &["u", "w"], "y", &[]);
         }),
-        ("x is not known to have rows", &|net| {
+        ("x is not known to have rows", |net| {
             net.float("w", &[K, N], &noise(1, N * K)).ints("i", &[0]);
             net.constant("zero", Tensor::from_i64(&[], &[0])).node("Gather", &["x", "zero"], "row", &[]);
             net.node("MatMul", &["row", "w"], "y", &[]);
         }),
-        ("it scales or transposes x", &|net| {
+        ("it scales or transposes x", |net| {
             net.float("w", &[K, N], &noise(1, N * K)).node(
                 "Gemm",
                 &["x", "w"],
@@ -128,11 +129,11 @@ fn refusals() {
                 &[("alpha", float(0.5))],
             );
         }),
-        ("it scales its bias", &|net| {
+        ("it scales its bias", |net| {
             net.float("w", &[K, N], &noise(1, N * K)).float("b", &[N], &noise(2, N));
             net.node("Gemm", &["x", "w", "b"], "y", &[("beta", float(0.5))]);
         }),
-        ("its bias is not a constant vector", &|net| {
+        ("its bias is not a constant vector", |net| {
             net.float("w", &[K, N], &noise(1, N * K)).float("b", &[5, N], &noise(2, 5 * N));
             net.node("Gemm", &["x", "w", "b"], "y", &[]);
         }),

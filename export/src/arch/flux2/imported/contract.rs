@@ -216,7 +216,9 @@ impl Port {
     fn sizes(&self, spread: bool) -> Vec<Size> {
         let sides = || MIDDLE_SIDES.map(named);
         match &self.sizes[..] {
-            [Size::Named(_), own] if spread => [&[Size::One][..], &sides(), &[own.clone()]].concat(),
+            [Size::Named(_), own] if spread => {
+                [&[Size::One][..], &sides(), std::slice::from_ref(own)].concat()
+            }
             [own, Size::Named(_)] if spread => [&[Size::One, own.clone()][..], &sides()].concat(),
             sizes => sizes.to_vec(),
         }
