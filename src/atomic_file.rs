@@ -18,6 +18,10 @@ pub enum FileError {
     Exists(PathBuf),
     #[error("{} is not a regular file, so it is not replaced", .0.display())]
     NotRegular(PathBuf),
+    #[error("{} holds {}, which is no part of a model, so it is not replaced", path.display(), file.display())]
+    Foreign { path: PathBuf, file: PathBuf },
+    #[error("{} holds the model that is read, so it is not replaced", .0.display())]
+    SourceInside(PathBuf),
     #[error("{} is a directory", .0.display())]
     IsDirectory(PathBuf),
     #[error("cannot write {}: {source}", path.display())]

@@ -248,3 +248,34 @@ fn stages_and_chunks_do_not_change_the_picture() {
     println!("with 80 text rows: {db:.1} dB");
     assert!(db >= 20.0, "{db}");
 }
+
+/// What a killed export left goes with the next one of that name; what a living one fills stays.
+#[test]
+fn killed_exports_are_cleared_away() {
+    let folder = scratch();
+    let out = folder.path().join("bundle");
+    let [dead, living] = ["dead", "living"].map(|name| folder.path().join(format!(".bundle.partial-{name}")));
+    for path in [&dead, &living] {
+        fs::create_dir(path).unwrap();
+        fs::write(path.join("weights.data"), "half").unwrap();
+    }
+    let lock = fs::File::open(&living).unwrap();
+    lock.lock().unwrap();
+    Checkpoint::klein_emoji().export_command(&out, "q8", &[]).assert().success();
+    assert!(!dead.exists() && living.exists() && out.join("bundle.json").exists());
+}
+
+/// Who reads JSON is told of errors in JSON.
+#[test]
+fn errors_are_json_where_results_are() {
+    let arguments = ["-b", "nowhere", "-p", "x", "-o", "x.png", "--json", "--progress", "json"];
+    let assert = viaduct().arg("generate").args(arguments).assert().code(1);
+    let output = assert.get_output();
+    let [result, event]: [serde_json::Value; 2] =
+        [&output.stdout, &output.stderr].map(|text| serde_json::from_slice(text).unwrap());
+    assert_eq!((&result["code"], &event["event"]), (&1.into(), &"error".into()));
+    assert!(result["error"].as_str().unwrap().contains("nowhere"), "{result}");
+    // An adapter is none of the CPU's business.
+    let arguments = ["-b", "nowhere", "-p", "x", "-o", "x.png", "--ep", "cpu", "--adapter", "llvmpipe"];
+    viaduct().arg("generate").args(arguments).assert().code(2);
+}

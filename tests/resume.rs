@@ -186,7 +186,8 @@ fn goes_on_from_every_point(case: &Case, signal: (&str, i32)) {
     for (point, kept) in points {
         let stopped = case.stop(signal, &point);
         if signal == INT {
-            assert!(text(&stopped.stderr).contains("the same command goes on from there"));
+            let told = if kept { "the same command goes on from there" } else { "nothing was kept" };
+            assert!(text(&stopped.stderr).contains(told), "{point}: {}", text(&stopped.stderr));
         }
         let again = case.draw();
         again.assert_same(&undisturbed);

@@ -36,7 +36,13 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     if error.is::<UsageError>() || error.is::<SizeError>() {
         return Some(USAGE);
     }
-    if let Some(FileError::Exists(_) | FileError::NotRegular(_)) = error.downcast_ref::<FileError>() {
+    if let Some(
+        FileError::Exists(_)
+        | FileError::NotRegular(_)
+        | FileError::Foreign { .. }
+        | FileError::SourceInside(_),
+    ) = error.downcast_ref::<FileError>()
+    {
         return Some(USAGE);
     }
     if let Some(DumpError::NotEmpty { .. }) = error.downcast_ref::<DumpError>() {
@@ -107,7 +113,11 @@ fn export_code(error: &ExportError) -> Option<u8> {
 
 fn pass_code(error: &PassError) -> u8 {
     match error {
-        PassError::UnknownPass(_) | PassError::UnknownSequence(_) | PassError::UnknownSize { .. } => USAGE,
+        PassError::UnknownPass(_)
+        | PassError::UnknownSequence(_)
+        | PassError::UnknownSplit(_)
+        | PassError::UnknownValue(_)
+        | PassError::UnknownSize { .. } => USAGE,
         _ => FAILED,
     }
 }

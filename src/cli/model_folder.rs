@@ -27,17 +27,14 @@ pub fn check_target(source: &Path, out: &Path, force: bool) -> Result<(), FileEr
     let folder = source.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let inside = fs::canonicalize(folder).ok().zip(fs::canonicalize(out).ok());
     if inside.is_some_and(|(folder, out)| folder.starts_with(out)) {
-        return Err(failed(io::Error::other("the model that is rewritten lies in it")));
+        return Err(FileError::SourceInside(out.to_owned()));
     }
     for entry in fs::read_dir(out).map_err(failed)? {
         let entry = entry.map_err(failed)?;
         let path = entry.path();
         let ours = path.extension().is_some_and(|ending| ENDINGS.iter().any(|known| ending == *known));
         if !ours || !entry.file_type().map_err(failed)?.is_file() {
-            return Err(failed(io::Error::other(format!(
-                "it holds {}, which is no part of a model; choose another name",
-                path.display()
-            ))));
+            return Err(FileError::Foreign { path: out.to_owned(), file: path });
         }
     }
     Ok(())
