@@ -97,6 +97,8 @@ shared_oracles() {
     done
     check 'shapes as ONNX Runtime computes them' env VIADUCT_SHARED="$(realpath "$shared")" \
         cargo test --release -p viaduct-export --test shapes_onnxruntime --test shapes_decoder -- --ignored
+    check 'rewritten exports: the same numbers, nothing on the CPU, every layer quantised' env VIADUCT_SHARED="$(realpath "$shared")" \
+        cargo test --release --test passes models -- --ignored
 }
 
 # A checkpoint of 2 GB must pass through less memory than it has bytes, pages of mapped files included.

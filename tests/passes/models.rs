@@ -34,8 +34,8 @@ const LEGACY: &[(&str, usize)] = &[("image_seq", 24), ("text_seq", 64)];
 /// Exact but for rounding. The one file in f16 rounds otherwise.
 const EXACT: f32 = 1e-5;
 const HALF: f32 = 2e-2;
-/// What 8 bits cost: see `q8_is_as_close_as_the_authored_path`.
-const Q8: f32 = 3e-2;
+/// The authored path's bar: `gates.q8` of the recipe. Its transformer, with embedders and modulation in f16, is off by 1.2e-2.
+const Q8: f32 = 1e-1;
 
 #[rustfmt::skip]
 const FILES: [File; 8] = [
