@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use super::{BundleError, Stages};
+use super::{Bundle, BundleError, Stages};
 use crate::{
     bytes::ByteSize,
     onnx::{DType, Graph, Links, Model, Node, NodeId, ValueId},
@@ -28,13 +28,13 @@ const RULES: &[Rule] =
     &[slow_blocks, written_scores, nan_guards, runtime_shapes, embedding_tables, plain_weights];
 
 /// Looks through all stages, at the sizes of the model's usual picture.
-pub fn gains(stages: &dyn Stages) -> Result<Vec<Gain>, BundleError> {
-    let picture = stages.usual().ok();
-    let sizes = picture.and_then(|picture| stages.sizes(&picture).ok()).unwrap_or_default();
+pub fn gains(bundle: &Bundle) -> Result<Vec<Gain>, BundleError> {
+    let picture = bundle.usual().ok();
+    let sizes = picture.and_then(|picture| bundle.sizes(&picture).ok()).unwrap_or_default();
     let place = picture.map_or(String::new(), |picture| format!(" at {}x{}", picture.width, picture.height));
     let mut found = Vec::new();
-    for stage in stages.stage_names() {
-        let model = stages.model(stage)?;
+    for stage in bundle.stage_names() {
+        let model = bundle.original(stage)?;
         let looked = Looked::at(&model, &sizes, &place);
         let of_stage = RULES.iter().flat_map(|rule| rule(&looked));
         found.extend(of_stage.map(|(found, gain)| Gain { stage: stage.to_owned(), found, gain }));

@@ -14,9 +14,10 @@ use super::{
     legacy::{self, Adapter, CONFIG, LegacyError},
 };
 use crate::{
-    arch::flux2::imported::contract::{ContractError, adapt},
+    arch::flux2::imported::contract::{ContractError, Role, adapt},
     files::hex,
     onnx::{Model, ReadError, read_model},
+    passes::{self, PassError},
 };
 
 /// Larger than any manifest with thousands of files.
@@ -52,6 +53,8 @@ pub enum BundleError {
     Legacy(Box<LegacyError>),
     #[error("{}: {source}", path.display())]
     Contract { path: PathBuf, source: Box<ContractError> },
+    #[error("stage '{stage}': {source}")]
+    Rewrite { stage: String, source: Box<PassError> },
     #[error("{}: a bundle in this layout states no hashes, so there is nothing to compare", path.display())]
     NoHashes { path: PathBuf },
     #[error("{}: parameters of family '{family}': {source}", path.display())]
@@ -120,8 +123,20 @@ impl Bundle {
         Ok(self.folder.join(relative(name).ok_or_else(escapes)?))
     }
 
-    /// A stage's graph, with the names that this program gives its inputs and outputs. Weights stay in the bundle's files.
+    /// A stage's graph, fit to run: what others exported is rewritten for WebGPU. Weights stay in the bundle's files.
     pub fn model(&self, stage: &str) -> Result<Model, BundleError> {
+        let mut model = self.original(stage)?;
+        let rewrites = |adapter: &&Adapter| matches!(adapter.role, Role::TextEncoder | Role::Transformer);
+        if self.adapters.get(stage).filter(rewrites).is_some() {
+            let failed = |source| BundleError::Rewrite { stage: stage.to_owned(), source: Box::new(source) };
+            let passes = passes::sequence("webgpu").map_err(failed)?;
+            passes::apply(&mut model, &passes, &Default::default()).map_err(failed)?;
+        }
+        Ok(model)
+    }
+
+    /// A stage's graph as it was exported, with the names that this program gives its inputs and outputs.
+    pub fn original(&self, stage: &str) -> Result<Model, BundleError> {
         let path = self.path(&self.stage(stage)?.graph)?;
         let mut model = read_model(&path).map_err(Box::new)?;
         if let Some(Adapter { role, names }) = self.adapters.get(stage) {
