@@ -436,7 +436,7 @@ fn graphs_that_make_no_model_are_refused() {
     };
     let cases = [
         (with(&[&text, &transformer]), 2, "no image decoder among the graphs"),
-        (with(&[&text, &text]), 2, "both are a text encoder; a model has one"),
+        (with(&[&text, &text]), 2, "both are the text encoder; a model has one"),
         (with(&[&post]), 2, "are those of no text encoder, transformer or image decoder"),
         (
             with(&["--decoder", &text, &transformer]),

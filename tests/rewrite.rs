@@ -108,8 +108,8 @@ fn mistakes_leave_nothing_behind() {
         ),
         (&out, &["--passes", "lean", "--split", "half"], 2, "half"),
         (&source, &["--passes", "lean"], 2, "cannot be rewritten in place"),
-        (folder.path(), &["--passes", "lean", "--force"], 1, "is a directory"),
-        (&folder.path().join("none/out.onnx"), &["--passes", "lean"], 1, "none"),
+        (folder.path(), &["--passes", "lean", "--force"], 2, "is a folder"),
+        (&out, &["--passes", "q8", "--block", "48"], 2, "16, 32, 64"),
     ];
     for (out, options, code, says) in cases {
         let told = rewrite(&source, out, options).assert().code(code).get_output().stderr.clone();

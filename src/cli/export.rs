@@ -170,6 +170,7 @@ impl Shown {
     fn show(&mut self, event: ExportEvent, progress: &mut Progress) {
         match event {
             ExportEvent::Recipe { origin, .. } => progress.on_event(Event::note(format!("recipe: {origin}"))),
+            ExportEvent::Warning(message) => progress.on_event(Event::warning(message)),
             ExportEvent::Staging(folder) => self.staging = Some(folder),
             ExportEvent::Total { bytes } => self.total = bytes,
             ExportEvent::Stage { name } => self.what = name,

@@ -1,18 +1,19 @@
 //! `viaduct rewrite`
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fmt, fs,
     path::{Path, PathBuf},
     time::Instant,
 };
 
+use anyhow::Context;
 use clap::{Args, ValueEnum};
 use regex::Regex;
 use serde_json::json;
 use viaduct_export::{
     bytes::ByteSize,
-    onnx::{Dim, Graph, Model, ValueId, ValueType, WriteOptions, read_model, write_model_with},
+    onnx::{Bytes, Dim, Graph, Model, ValueId, ValueType, WriteOptions, read_model, write_model_with},
     passes::{
         AttentionForm, Linears, PASSES, Part, Pass, Refusal, Report, SEQUENCES, SPLITS, Settings, Split,
         Splitting, apply, pass, sequences, split, split_named,
@@ -77,8 +78,12 @@ pub struct Arguments {
 #[derive(Args)]
 struct LinearArguments {
     /// Values that share a scale: 16, 32, 64, 128 or 256; fast kernels take 32
-    #[arg(long, value_name = "N", default_value_t = 32)]
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = block)]
     block: usize,
+    /// How exactly quantised products are computed: 0 as exact as weights allow, 4 with activations in 8 bits, which is fast on
+    /// GPUs without matrix units
+    #[arg(long, value_name = "0..4", default_value_t = 4, value_parser = clap::value_parser!(i64).range(0..=4))]
+    accuracy_level: i64,
     /// No zero points with 4 bits (8 bits never have them)
     #[arg(long)]
     symmetric: bool,
@@ -176,6 +181,9 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let started = Instant::now();
     let mut progress = Progress::new(arguments.progress.progress);
     let mut model = read_model(source)?;
+    if chosen_split.is_none() {
+        check_data(&model, out, arguments.force)?;
+    }
     let before = Counts::of(&model);
     let reports = apply(&mut model, &passes, &settings)?;
     let parts = chosen_split.map(|chosen| cut(&model, chosen, &settings)).transpose()?;
@@ -218,6 +226,10 @@ struct Writing<'a> {
 impl Writing<'_> {
     fn model(&mut self, model: &Model, out: &Path) -> anyhow::Result<()> {
         self.total = model.constant_bytes();
+        if let Some(folder) = out.parent() {
+            fs::create_dir_all(folder)
+                .with_context(|| format!("cannot make the folder {}", folder.display()))?;
+        }
         write_model_with(model, out, &WriteOptions::default(), &mut |bytes| self.wrote(bytes))?;
         Ok(())
     }
@@ -343,6 +355,10 @@ fn printable(text: &str) -> String {
 fn chosen(arguments: &Arguments, splits: bool) -> anyhow::Result<Vec<&'static Pass>> {
     let names: Vec<&str> = arguments.passes.iter().map(String::as_str).collect();
     let mut passes = sequences(&names)?;
+    // Sequences bind sizes; single passes do where a size is given.
+    if !arguments.dim.is_empty() && passes.is_empty() {
+        passes.push(pass("bind_sizes")?);
+    }
     for name in &arguments.pass {
         passes.push(pass(name)?);
     }
@@ -355,14 +371,19 @@ fn chosen(arguments: &Arguments, splits: bool) -> anyhow::Result<Vec<&'static Pa
     Ok(passes)
 }
 
+fn block(text: &str) -> Result<usize, String> {
+    let wrong = "a block has 16, 32, 64, 128 or 256 values";
+    text.parse().ok().filter(|block| [16, 32, 64, 128, 256].contains(block)).ok_or(wrong.to_owned())
+}
+
 fn settings(arguments: &Arguments) -> Settings {
-    let LinearArguments { block, symmetric, include, exclude } = &arguments.linears;
+    let LinearArguments { block, accuracy_level, symmetric, include, exclude } = &arguments.linears;
     let linears = Linears {
         block: *block,
         symmetric: *symmetric,
         include: include.clone(),
         exclude: exclude.clone(),
-        ..Linears::default()
+        accuracy_level: *accuracy_level,
     };
     let attention = match arguments.attention {
         Attention::Fused => AttentionForm::Fused,
@@ -382,9 +403,46 @@ fn check_target(source: &Path, out: &Path, force: bool) -> anyhow::Result<()> {
         return Err(UsageError(message).into());
     }
     if out.is_dir() {
-        return Err(FileError::IsDirectory(out.to_owned()).into());
+        let message = format!("{} is a folder: name an .onnx file, or a folder with --split", out.display());
+        return Err(UsageError(message).into());
+    }
+    if !out.is_file() {
+        return Err(FileError::NotRegular(out.to_owned()).into());
     }
     if force { Ok(()) } else { Err(FileError::Exists(out.to_owned()).into()) }
+}
+
+/// Refuses to write over data files: others' without `--force`, and the source's own in any case.
+fn check_data(model: &Model, out: &Path, force: bool) -> anyhow::Result<()> {
+    let stem = out.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    let folder = out.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let number =
+        |name: &str| name.strip_prefix(&format!("{stem}-"))?.strip_suffix(".data").map(str::to_owned);
+    let constants = model.graph.values().filter_map(|(_, value)| value.constant.as_ref());
+    let read: BTreeSet<PathBuf> = constants
+        .filter_map(|tensor| match &tensor.bytes {
+            Bytes::Mapped { file, .. } => fs::canonicalize(&file.path).ok(),
+            _ => None,
+        })
+        .collect();
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if !number(&name)
+            .is_some_and(|digits| digits.len() == 5 && digits.bytes().all(|b| b.is_ascii_digit()))
+        {
+            continue;
+        }
+        let path = entry.path();
+        if fs::canonicalize(&path).is_ok_and(|path| read.contains(&path)) {
+            let message =
+                format!("{} holds weights of the model that is read: give -o another name", path.display());
+            return Err(UsageError(message).into());
+        }
+        if !force {
+            return Err(FileError::Exists(path).into());
+        }
+    }
+    Ok(())
 }
 
 /// What a model consists of, for the line that compares it with itself.

@@ -19,7 +19,7 @@ use crate::{
         flux2::{
             imported::{
                 Settings,
-                contract::{Role, adapt},
+                contract::{Role, adapt, fixed_size},
                 describe,
             },
             tokenizer::pad_id,
@@ -75,10 +75,15 @@ pub fn import(
     let target = Target { out: request.out, force: request.force };
     let files = request.graphs.iter().map(|(_, path)| path.as_path());
     target.check(&files.chain([request.tokenizer]).collect::<Vec<_>>())?;
-    let settings = settings(&recipe, request.tokenizer)?;
+    let mut settings = settings(&recipe, request.tokenizer)?;
+    let components = components(request.graphs)?;
+    // Graphs that were traced with a number of rows say so; the recipe's holds for the others.
+    let rows = |name| components.iter().find_map(|(_, model)| fixed_size(&model.graph, name, 1));
+    let rows = ["input_ids", "prompt_embeds", "txt_ids"].into_iter().find_map(rows);
+    settings.text_length = rows.unwrap_or(settings.text_length);
     let mut graphs = Vec::new();
-    for (role, mut model) in components(request.graphs)? {
-        rewrite(role, &mut model, &storage, settings.text_length)?;
+    for (role, mut model) in components {
+        rewrite(role, &mut model, &storage, settings.text_length, progress)?;
         for (role, mut model, names) in stages_of(role, model, &recipe)? {
             adapt(&mut model, role, &names).map_err(|e| ExportError::Incomplete(Box::new(e)))?;
             graphs.push((role, model));
@@ -143,6 +148,7 @@ fn rewrite(
     model: &mut Model,
     storage: &Storage<'_>,
     text_length: usize,
+    progress: &mut dyn FnMut(ExportEvent),
 ) -> Result<(), ExportError> {
     let failed = |source| ExportError::Rewrite { role, source: Box::new(source) };
     let sequences = if role == Role::Decoder { storage.decoder } else { storage.linears };
@@ -152,7 +158,15 @@ fn rewrite(
     let sizes = text_seq.into_iter().filter(is_open).collect();
     let settings = passes::Settings { sizes, linears: linears.unwrap_or_default(), ..Default::default() };
     let passes = passes::sequences(sequences).map_err(failed)?;
-    passes::apply(model, &passes, &settings).map_err(failed)?;
+    let reports = passes::apply(model, &passes, &settings).map_err(failed)?;
+    for report in reports.iter().filter(|report| report.pass.name.starts_with("quantize")) {
+        for (why, (count, place)) in report.reasons() {
+            if why != passes::LEFT_OUT {
+                let message = format!("{role}: {count} linear layers are not quantised ({place} ...): {why}");
+                progress(ExportEvent::Warning(message));
+            }
+        }
+    }
     Ok(())
 }
 

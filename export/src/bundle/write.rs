@@ -69,7 +69,7 @@ pub enum ExportError {
         path.display(), path.display()
     )]
     UnknownPart { path: PathBuf, inputs: String },
-    #[error("{} and {}: both are a {role}; a model has one", first.display(), second.display())]
+    #[error("{} and {}: both are the {role}; a model has one", first.display(), second.display())]
     PartTwice { role: Role, first: PathBuf, second: PathBuf },
     #[error("no {role} among the graphs")]
     NoPart { role: Role },
@@ -85,6 +85,8 @@ pub enum ExportEvent {
     },
     /// The folder that is being filled; it becomes the bundle at the end and is removed on an error.
     Staging(PathBuf),
+    /// Something is not as the user may expect it.
+    Warning(String),
     /// All graphs are authored: this many bytes will be written.
     Total {
         bytes: u64,

@@ -2,7 +2,7 @@
 //! a number, and the product with the values.
 
 use super::View;
-use crate::onnx::{Node, NodeId, ValueId};
+use crate::onnx::{DType, Node, NodeId, ValueId};
 
 /// Nodes between the product and the softmax. Exporters write three or four.
 const MAX_STEPS: usize = 8;
@@ -92,7 +92,7 @@ fn attention(view: &View<'_>, softmax: NodeId, node: &Node) -> Option<Attention>
 
 /// Follows casts that alone use what they cast.
 fn uncast(view: &View<'_>, mut value: ValueId) -> ValueId {
-    while let Some(cast) = view.sole_use(value).filter(|(_, node)| node.is("Cast")) {
+    while let Some(cast) = view.sole_use(value).filter(|(_, node)| is_float_cast(view, node)) {
         let Some(output) = cast.1.output(0) else { break };
         value = output;
     }
@@ -106,6 +106,15 @@ fn over_last(view: &View<'_>, softmax: &Node) -> bool {
     axis == -1 || rank.is_some_and(|rank| axis == rank as i64 - 1)
 }
 
+/// Whether a Cast goes from floats to floats; one to integers rounds.
+fn is_float_cast(view: &View<'_>, node: &Node) -> bool {
+    let is_float = |value: Option<ValueId>| {
+        let dtype = value.and_then(|value| view.facts().dtype(value));
+        matches!(dtype, Some(DType::F32 | DType::F16 | DType::BF16 | DType::F64))
+    };
+    node.is("Cast") && is_float(node.input(0)) && is_float(node.output(0))
+}
+
 fn scores(view: &View<'_>, value: ValueId, steps: usize) -> Option<Scores> {
     let steps = steps.checked_sub(1)?;
     let (id, node) = view.producer(value)?;
@@ -116,7 +125,7 @@ fn scores(view: &View<'_>, value: ValueId, steps: usize) -> Option<Scores> {
             Scores { product: id, q, k, scale: 1.0, scaled: None, masks: Vec::new(), masks_scaled: false };
         return (!linear).then_some(scores);
     }
-    if node.is("Cast") || node.is("Identity") {
+    if is_float_cast(view, node) || node.is("Identity") {
         return scores(view, node.input(0)?, steps);
     }
     if node.is("Add") {

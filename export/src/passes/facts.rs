@@ -38,7 +38,8 @@ impl Facts {
         let symbols = symbols(&model.graph);
         let rows = if symbols.is_empty() { &SAMPLES[..1] } else { &SAMPLES[..] };
         let sizes = |row: &[usize; 8]| -> Sizes {
-            let size = |i: usize| row[i % row.len()] * (1 + i / row.len());
+            // Beyond eight dimensions the numbers go around, far enough apart to stay different.
+            let size = |i: usize| row[i % row.len()] + 16 * 10_007 * (i / row.len());
             symbols.iter().enumerate().map(|(i, name)| ((*name).to_owned(), size(i))).collect()
         };
         // Initializers that callers may replace are no constants: nothing but their types and shapes is known.
@@ -58,8 +59,9 @@ impl Facts {
         if rows.len() == 1 || samples.iter().filter(fits).count() > 1 {
             samples.retain(|sample| fits(&sample));
         }
-        let ones: Sizes = symbols.iter().map(|name| ((*name).to_owned(), 1)).collect();
-        let undecided = undecided(model, &samples, || infer(model, &ones, &contents));
+        let all_of = |size| -> Sizes { symbols.iter().map(|name| ((*name).to_owned(), size)).collect() };
+        let least = || [0, 1].map(|size| infer(model, &all_of(size), &contents)).into();
+        let undecided = undecided(model, &samples, least);
         if !undecided.is_empty() {
             let decided_later = |(sizes, shapes): &mut (Sizes, Shapes)| {
                 *shapes = infer_hiding(model, sizes, &contents, &undecided);
@@ -208,29 +210,108 @@ impl Facts {
     }
 }
 
-/// Results of Equal that are the same in all samples, but need not be for sizes between them, or down to `ones`: what is
-/// compared changes from less to more.
-fn undecided(model: &Model, samples: &[(Sizes, Shapes)], ones: impl Fn() -> Shapes) -> BTreeSet<String> {
+/// Operators that turn different numbers into one: what they give may be the same in all samples and differ between them.
+const DECIDING: &[&str] = &[
+    "Greater",
+    "GreaterOrEqual",
+    "Less",
+    "LessOrEqual",
+    "Mod",
+    "Min",
+    "Max",
+    "Clip",
+    "Sign",
+    "Floor",
+    "Ceil",
+    "Round",
+    "Cast",
+    "ReduceMin",
+    "ReduceMax",
+    "ArgMin",
+    "ArgMax",
+    "TopK",
+];
+
+/// Results that are the same in all samples, but need not be for sizes between them, beyond them, or down to `least`.
+fn undecided(
+    model: &Model,
+    samples: &[(Sizes, Shapes)],
+    least: impl Fn() -> Vec<Shapes>,
+) -> BTreeSet<String> {
     let graph = &model.graph;
-    let equal: Vec<&Node> = graph.nodes().map(|(_, node)| node).filter(|node| node.is("Equal")).collect();
-    if equal.is_empty() || samples.len() < 2 {
-        return BTreeSet::new();
+    let mut undecided = BTreeSet::new();
+    if samples.len() < 2 {
+        return undecided;
     }
-    let ones = Some(ones())
-        .filter(|ones| samples.iter().all(|(_, shapes)| ones.conflicts.len() <= shapes.conflicts.len()));
-    let all: Vec<&Shapes> = samples.iter().map(|(_, shapes)| shapes).chain(&ones).collect();
-    let passes_zero = |node: &&&Node| {
-        let [Some(a), Some(b)] = node.inputs[..] else { return false };
-        let differences: Vec<Vec<Option<i128>>> =
-            all.iter().filter_map(|shapes| differences(shapes.known(a)?, shapes.known(b)?)).collect();
-        let count = differences.iter().map(Vec::len).max().unwrap_or(0);
-        (0..count).any(|at| {
-            let known = || differences.iter().filter_map(|list| *list.get(at)?);
-            known().min() < known().max() && known().any(|d| d <= 0) && known().any(|d| d >= 0)
+    let mut equal = Vec::new();
+    for (_, node) in graph.nodes() {
+        if node.is("Equal") {
+            equal.push(node);
+        } else if DECIDING.iter().any(|op| node.is(op)) && decides(samples, node)
+            || node.is("Div") && rounds(samples, node)
+        {
+            undecided.extend(node.outputs.iter().flatten().map(|output| graph[*output].name.clone()));
+        }
+    }
+    if !equal.is_empty() {
+        let fits = |least: &Shapes| {
+            samples.iter().all(|(_, shapes)| least.conflicts.len() <= shapes.conflicts.len())
+        };
+        let least: Vec<Shapes> = least().into_iter().filter(fits).collect();
+        let all: Vec<&Shapes> = samples.iter().map(|(_, shapes)| shapes).chain(&least).collect();
+        let open = equal.into_iter().filter(|node| passes_zero(&all, node)).filter_map(|node| node.output(0));
+        undecided.extend(open.map(|output| graph[output].name.clone()));
+    }
+    undecided
+}
+
+/// Whether an operand differs between samples where an element of a result does not.
+fn decides(samples: &[(Sizes, Shapes)], node: &Node) -> bool {
+    let varies = node.inputs.iter().flatten().any(|input| {
+        let mut contents = samples.iter().filter_map(|(_, shapes)| shapes.known(*input)?.elements.as_ref());
+        contents.next().is_some_and(|first| contents.any(|other| other != first))
+    });
+    varies
+        && node.outputs.iter().flatten().any(|output| {
+            let ints: Option<Vec<_>> =
+                samples.iter().map(|(_, shapes)| shapes.known(*output)?.partial_ints()).collect();
+            let floats: Option<Vec<_>> =
+                samples.iter().map(|(_, shapes)| shapes.known(*output)?.floats()).collect();
+            let same_int = ints.is_some_and(|lists| {
+                (0..lists[0].len()).any(|at| lists.iter().all(|list| list.get(at) == lists[0].get(at)))
+            });
+            same_int
+                || floats.is_some_and(|lists| {
+                    (0..lists[0].len()).any(|at| lists.iter().all(|list| list.get(at) == lists[0].get(at)))
+                })
         })
+}
+
+/// Whether a division of integers has a remainder in a sample, so that its result says little of other sizes.
+fn rounds(samples: &[(Sizes, Shapes)], node: &Node) -> bool {
+    let [Some(a), Some(b)] = node.inputs[..] else { return false };
+    let remainder = |(_, shapes): &(Sizes, Shapes)| {
+        let (a, b) = (shapes.known(a)?.partial_ints()?, shapes.known(b)?.partial_ints()?);
+        let at = |list: &[Option<i64>], i: usize| *list.get(if list.len() == 1 { 0 } else { i })?;
+        let count = a.len().max(b.len());
+        Some((0..count).any(|i| match (at(a, i), at(b, i)) {
+            (Some(a), Some(b)) => a.checked_rem(b).is_none_or(|rest| rest != 0),
+            _ => false,
+        }))
     };
-    let outputs = equal.iter().filter(passes_zero).filter_map(|node| node.output(0));
-    outputs.map(|output| graph[output].name.clone()).collect()
+    decides(samples, node) && samples.iter().any(|sample| remainder(sample).unwrap_or(false))
+}
+
+/// Whether what is compared may become equal, or stop being equal, for sizes that are no sample.
+fn passes_zero(all: &[&Shapes], node: &Node) -> bool {
+    let [Some(a), Some(b)] = node.inputs[..] else { return false };
+    let differences: Vec<Vec<Option<i128>>> =
+        all.iter().filter_map(|shapes| differences(shapes.known(a)?, shapes.known(b)?)).collect();
+    let count = differences.iter().map(Vec::len).max().unwrap_or(0);
+    (0..count).any(|at| {
+        let known = || differences.iter().filter_map(|list| *list.get(at)?);
+        known().min() < known().max() && known().any(|d| d <= 0) && known().any(|d| d >= 0)
+    })
 }
 
 /// a - b, element by element, of lists of integers or one integer and a list.

@@ -10,6 +10,9 @@
 use super::{Outcome, Pass, PassError, Replacement, Settings, View};
 use crate::onnx::{Attribute, DType, Model, Node, NodeId, ValueId};
 
+/// More groups than any model has; each takes a number in two constants.
+const MAX_GROUPS: i64 = 1 << 16;
+
 pub const PASS: Pass = Pass {
     name: "fuse_group_norm",
     what: "InstanceNormalization between Reshapes to Shape(x), com.microsoft GroupNorm -> the form without Shape, in f32",
@@ -110,7 +113,9 @@ fn checked(
     let Some(rank @ (3 | 4)) = view.facts().rank(x) else { return refuse("its rank is not 3 or 4") };
     let channels = view.facts().fixed_dim(x, axis).and_then(|channels| i64::try_from(channels).ok());
     match channels {
-        Some(channels) if groups > 0 && channels > 0 && channels % groups == 0 => Ok((channels, rank)),
+        Some(channels) if (1..=MAX_GROUPS).contains(&groups) && channels > 0 && channels % groups == 0 => {
+            Ok((channels, rank))
+        }
         _ => refuse("the channels are not a constant multiple of the groups"),
     }
 }

@@ -121,6 +121,15 @@ fn narrow_doubles(model: &mut Model, outcome: &mut Outcome) {
     }
 }
 
+/// Whether a node turns f64 into integers, which f32 would change.
+fn gives_integers(view: &View<'_>, node: NodeId) -> bool {
+    let is_integer = |output: &ValueId| {
+        use DType::{I8, I16, I32, I64, U8, U16, U32, U64};
+        matches!(view.facts().dtype(*output), Some(I8 | I16 | I32 | I64 | U8 | U16 | U32 | U64))
+    };
+    view.graph[node].is("Cast") && view.graph[node].outputs.iter().flatten().any(is_integer)
+}
+
 /// The f64 values of a graph, in connected regions.
 fn regions(view: &View<'_>) -> Vec<Region> {
     let is_double = |value: &ValueId| view.facts().dtype(*value) == Some(DType::F64);
@@ -164,6 +173,9 @@ fn narrowed_constants(
         }
         if captured.contains(value) {
             return refuse("the body of an If or a Loop uses it");
+        }
+        if view.uses(*value).iter().any(|user| gives_integers(view, *user)) {
+            return refuse("integers are made of it");
         }
         match (&view.graph[*value].constant, view.producer(*value)) {
             (Some(tensor), _) => match narrow(tensor) {

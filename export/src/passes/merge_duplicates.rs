@@ -83,7 +83,10 @@ enum Setting<'a> {
 }
 
 fn key<'a>(node: &'a Node, substitution: &Substitution) -> Option<Key<'a>> {
-    if CHANCE.iter().any(|op| node.is(op))
+    // What an operator of the model's own does is not known; it may draw numbers.
+    let is_known = matches!(node.domain.as_str(), "" | "ai.onnx" | "com.microsoft");
+    if !is_known
+        || CHANCE.iter().any(|op| node.is(op))
         || node.extra.as_ref().is_some_and(|extra| extra.overload.is_some())
     {
         return None;

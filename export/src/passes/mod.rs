@@ -58,6 +58,7 @@ pub use decompose_attention::{MAX_SLICES, MultiHead, Written};
 pub use facts::Facts;
 pub use outcome::{Outcome, Refusal};
 pub use part::Part;
+pub use quantize_matmul::LEFT_OUT;
 pub use replacement::Replacement;
 pub use run::{PassError, Report, apply, split};
 pub use settings::{AttentionForm, Linears, Settings, Splitting};

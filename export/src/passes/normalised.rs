@@ -23,6 +23,9 @@ pub struct Weighted {
     pub output: ValueId,
 }
 
+/// The widest rows that are normalised by one operator: each may need a weight of ones.
+const MAX_WIDTH: usize = 1 << 20;
+
 /// All places of a graph. Those that cannot be one operator are refused.
 pub fn find(view: &View<'_>, outcome: &mut Outcome) -> Vec<Normalised> {
     let mut found = Vec::new();
@@ -34,6 +37,10 @@ pub fn find(view: &View<'_>, outcome: &mut Outcome) -> Vec<Normalised> {
             outcome.refuse(&node.name, "the mean is not over the last axis alone");
         } else if !matches!(facts.dtype(x), Some(DType::F32 | DType::F16)) {
             outcome.refuse(&node.name, "it is neither f32 nor f16");
+        } else if facts.rank(output) != facts.rank(x) {
+            outcome.refuse(&node.name, "a constant gives it more axes");
+        } else if facts.fixed_dim(x, -1).is_some_and(|width| width > MAX_WIDTH) {
+            outcome.refuse(&node.name, "its rows are too wide");
         } else if let (Some(epsilon), Some(width)) = (view.scalar(epsilon), facts.fixed_dim(x, -1)) {
             found.push(Normalised { node: id, x, output, epsilon: epsilon as f32, width });
         } else {

@@ -30,6 +30,9 @@ pub const Q4: Pass = Pass {
     run: |model, settings| run(model, &settings.linears, 4),
 };
 
+/// Why a product is left alone that the user does not want to be quantised.
+pub const LEFT_OUT: &str = "a rule about names leaves it out";
+
 /// A product that can be quantised.
 struct Product {
     node: NodeId,
@@ -163,14 +166,11 @@ fn product(
         return Err("its weight is not of f32, f16 or bf16");
     }
     if !linears.takes(&[&view.graph[weight.value].name, &node.name]) {
-        return Err("a rule about names leaves it out");
+        return Err(LEFT_OUT);
     }
     let dtype = view.facts().dtype(x);
     let dtype =
         dtype.filter(|d| matches!(d, DType::F32 | DType::F16)).ok_or("x is not known to be f32 or f16")?;
-    if view.facts().rank(x).is_none_or(|rank| rank < 2) {
-        return Err("x is not known to have rows");
-    }
     let outputs = if weight.turned { tensor.shape.get(1) } else { tensor.shape.first() };
     let bias = if gemm { bias(view, node, outputs.copied().unwrap_or(0))? } else { None };
     Ok(Some(Product { node: id, x, dtype, weight, bias, output }))

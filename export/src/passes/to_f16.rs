@@ -24,6 +24,10 @@ pub const PASS: Pass = Pass {
 
 /// Largest finite f16.
 const F16_MAX: f32 = 65504.0;
+/// Least normal f16.
+const F16_LEAST: f32 = 6.103_515_6e-5;
+/// Constants of so many elements are numbers rather than weights.
+const FEW: usize = 16;
 /// Constants of at most so many bytes are read and limited to f16's range; larger ones are weights, cast when written.
 const SMALL: usize = 1 << 16;
 
@@ -154,6 +158,9 @@ fn halved(view: &View<'_>, types: &HashMap<ValueId, DType>, outcome: &mut Outcom
             angles.insert(id);
             continue;
         }
+        if leaves_f16(view, node) {
+            continue;
+        }
         let plain = PLAIN.contains(&op);
         if !plain && !HALVED.contains(&op) {
             if !FULL.contains(&op) && op != "ConstantOfShape" {
@@ -179,6 +186,22 @@ fn halved(view: &View<'_>, types: &HashMap<ValueId, DType>, outcome: &mut Outcom
         }
     }
     halved
+}
+
+/// Whether a node has a small constant that f16 cannot hold (numbers far below zero are masks, and limited), or divides by
+/// something computed, which may be as small as the constant that keeps it from zero.
+fn leaves_f16(view: &View<'_>, node: &Node) -> bool {
+    let divides = node.is("Div") && node.input(1).is_some_and(|by| view.constant(by).is_none());
+    let beyond =
+        |value: f32| value.is_finite() && (value > F16_MAX || (value != 0.0 && value.abs() < F16_LEAST));
+    divides
+        || node.inputs.iter().flatten().any(|input| {
+            let small = view
+                .constant(*input)
+                .filter(|tensor| tensor.elements() <= FEW && !matches!(tensor.bytes, Bytes::Computed { .. }));
+            let values = small.and_then(|tensor| tensor.to_f32().ok().flatten());
+            values.is_some_and(|values| values.into_iter().any(beyond))
+        })
 }
 
 /// Whether a node leads to nothing but sines and cosines, whose angles f16 cannot tell apart.
