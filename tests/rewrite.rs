@@ -121,3 +121,20 @@ fn mistakes_leave_nothing_behind() {
     missing.assert().code(1);
     assert_eq!(files(folder.path()), ["model.onnx"]);
 }
+
+/// Data files are not written over: others' without --force, the source's own never.
+#[test]
+fn data_of_others_stays() {
+    let folder = scratch();
+    let path = |name: &str| folder.path().join(name);
+    fs::write(path("out-00000.data"), "precious").unwrap();
+    let source = foreign("transformer/legacy.onnx");
+    rewrite(&source, &path("out.onnx"), &["--passes", "lean"]).assert().code(2);
+    assert_eq!(fs::read(path("out-00000.data")).unwrap(), b"precious");
+    rewrite(&source, &path("out.onnx"), &["--passes", "lean", "--force"]).assert().success();
+    // Now the model is renamed, and its data is called what the next one would be.
+    fs::rename(path("out.onnx"), path("model.onnx")).unwrap();
+    let weights = fs::read(path("out-00000.data")).unwrap();
+    rewrite(&path("model.onnx"), &path("out.onnx"), &["--passes", "q8", "--force"]).assert().code(2);
+    assert!(fs::read(path("out-00000.data")).unwrap() == weights && !path("out.onnx").exists());
+}

@@ -9,6 +9,7 @@ mod staged;
 mod written;
 
 mod bind_sizes;
+mod deceptive;
 mod decompose_attention;
 mod dedupe_initializers;
 mod drop_dead;
