@@ -89,6 +89,7 @@ impl Checker {
         let Ok(model) = read(&trial.bytes) else { return Ok(Seen::Refused) };
         written(&model, "the model as it is")?;
         let before = match trial.depth {
+            Depth::Numbers if runs_in_f16(&model) => None,
             Depth::Numbers => self.outputs(&model, &trial.sizes, 0.0).ok(),
             Depth::Structure => None,
         };
@@ -318,6 +319,12 @@ fn sorted(bytes: &[u8]) -> Result<ModelProto, String> {
 
 fn read(bytes: &[u8]) -> Result<Model, Box<ReadError>> {
     read_model_bytes(Bytes::copy_from_slice(bytes), None).map_err(Box::new)
+}
+
+/// ONNX Runtime's CPU provider may die of a graph in f16 with Erf when it makes one operator of a Gelu.
+fn runs_in_f16(model: &Model) -> bool {
+    let has_half = model.graph.values().any(|(_, value)| dtype(value) == Some(DType::F16));
+    has_half && model.graph.nodes().any(|(_, node)| node.is("Erf"))
 }
 
 fn conflicts(model: &Model, sizes: &Sizes) -> usize {
