@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use viaduct_export::{
     bundle::{Bundle, PortDim, Stages, gains},
     files::read_limited,
-    onnx::{Dim, Graph, ValueId, ValueType, read_graph},
+    onnx::{Graph, ValueId, ValueType, read_graph},
 };
 
 use super::{exit::UsageError, printer::print};
@@ -132,21 +132,13 @@ fn model(path: &Path) -> anyhow::Result<Value> {
 fn ports(graph: &Graph, ids: &[ValueId]) -> Vec<String> {
     let port = |id: &ValueId| match &graph[*id].ty {
         Some(ValueType::Tensor { dtype, shape: Some(shape) }) => {
-            let dims: Vec<String> = shape.iter().map(dim).collect();
+            let dims: Vec<String> = shape.iter().map(ToString::to_string).collect();
             format!("{} {} [{}]", graph[*id].name, dtype.name(), dims.join(","))
         }
         Some(ValueType::Tensor { dtype, shape: None }) => format!("{} {}", graph[*id].name, dtype.name()),
         _ => graph[*id].name.clone(),
     };
     ids.iter().map(port).collect()
-}
-
-fn dim(dim: &Dim) -> String {
-    match dim {
-        Dim::Fixed(size) => size.to_string(),
-        Dim::Symbol(name) => name.clone(),
-        Dim::Unknown => "?".to_owned(),
-    }
 }
 
 /// Keys and values, nested ones indented.

@@ -13,11 +13,14 @@ use regex::Regex;
 use serde_json::json;
 use viaduct_export::{
     bytes::ByteSize,
-    onnx::{Bytes, Dim, Graph, Model, ValueId, ValueType, WriteOptions, read_model, write_model_with},
+    onnx::{
+        DType, Dim, Graph, Model, ValueId, ValueType, WriteOptions, data_files, read_model, write_model_with,
+    },
     passes::{
         AttentionForm, Linears, PASSES, Part, Pass, Refusal, Report, SEQUENCES, SPLITS, Settings, Split,
         Splitting, apply, pass, sequences, split, split_named,
     },
+    quant::BlockFormat,
 };
 
 use super::{
@@ -313,12 +316,7 @@ fn port(graph: &Graph, id: ValueId) -> String {
 }
 
 fn dims(shape: &[Dim]) -> Vec<String> {
-    let text = |dim: &Dim| match dim {
-        Dim::Fixed(size) => size.to_string(),
-        Dim::Symbol(name) => name.clone(),
-        Dim::Unknown => "?".to_owned(),
-    };
-    shape.iter().map(text).collect()
+    shape.iter().map(ToString::to_string).collect()
 }
 
 fn part_json(part: &Part) -> serde_json::Value {
@@ -371,9 +369,11 @@ fn chosen(arguments: &Arguments, splits: bool) -> anyhow::Result<Vec<&'static Pa
     Ok(passes)
 }
 
+/// The size of a block that the format knows.
 fn block(text: &str) -> Result<usize, String> {
-    let wrong = "a block has 16, 32, 64, 128 or 256 values";
-    text.parse().ok().filter(|block| [16, 32, 64, 128, 256].contains(block)).ok_or(wrong.to_owned())
+    let block = text.parse().map_err(|e| format!("{e}"))?;
+    let format = BlockFormat { bits: 8, block, symmetric: true, scale: DType::F32 };
+    format.check().map_err(|e| e.to_string()).map(|()| block)
 }
 
 fn settings(arguments: &Arguments) -> Settings {
@@ -414,25 +414,9 @@ fn check_target(source: &Path, out: &Path, force: bool) -> anyhow::Result<()> {
 
 /// Refuses to write over data files: others' without `--force`, and the source's own in any case.
 fn check_data(model: &Model, out: &Path, force: bool) -> anyhow::Result<()> {
-    let stem = out.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-    let folder = out.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let number =
-        |name: &str| name.strip_prefix(&format!("{stem}-"))?.strip_suffix(".data").map(str::to_owned);
-    let constants = model.graph.values().filter_map(|(_, value)| value.constant.as_ref());
-    let read: BTreeSet<PathBuf> = constants
-        .filter_map(|tensor| match &tensor.bytes {
-            Bytes::Mapped { file, .. } => fs::canonicalize(&file.path).ok(),
-            _ => None,
-        })
-        .collect();
-    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        if !number(&name)
-            .is_some_and(|digits| digits.len() == 5 && digits.bytes().all(|b| b.is_ascii_digit()))
-        {
-            continue;
-        }
-        let path = entry.path();
+    let read: BTreeSet<PathBuf> =
+        model.mapped_files().filter_map(|path| fs::canonicalize(path).ok()).collect();
+    for path in data_files(out) {
         if fs::canonicalize(&path).is_ok_and(|path| read.contains(&path)) {
             let message =
                 format!("{} holds weights of the model that is read: give -o another name", path.display());

@@ -2,7 +2,7 @@
 
 use crate::{
     onnx::{Attribute, Builder, DType, Model, Tensor, ValueId},
-    quant::{self, BlockFormat, QuantError},
+    quant::{self, BlockFormat, F16_MAX, QuantError},
     recipe::{Precision, WeightFormat},
     weights::{Checkpoint, WeightsError},
 };
@@ -15,9 +15,6 @@ pub enum AuthorError {
     #[error("{tensor}: {source}")]
     Quant { tensor: String, source: QuantError },
 }
-
-/// Largest finite f16.
-const F16_MAX: f32 = 65504.0;
 
 /// A linear layer of the checkpoint: `weight` is [outputs, inputs], `bias` [outputs].
 pub struct Linear<'a> {

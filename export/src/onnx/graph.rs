@@ -2,6 +2,7 @@
 
 use std::{
     collections::{HashMap, HashSet},
+    fmt,
     path::PathBuf,
 };
 
@@ -33,6 +34,17 @@ pub enum Dim {
     /// A named size that is bound when the graph is run, for example `image_seq`.
     Symbol(String),
     Unknown,
+}
+
+/// `64`, `image_seq`, or `?`.
+impl fmt::Display for Dim {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Dim::Fixed(size) => write!(f, "{size}"),
+            Dim::Symbol(name) => f.write_str(name),
+            Dim::Unknown => f.write_str("?"),
+        }
+    }
 }
 
 /// What is known about a value's type.
@@ -135,6 +147,15 @@ impl Graph {
     /// Nodes in execution order.
     pub fn nodes(&self) -> impl Iterator<Item = (NodeId, &Node)> {
         self.order.iter().filter_map(|id| Some((*id, self.nodes[id.0 as usize].as_ref()?)))
+    }
+
+    /// What to call a node by: its name, or that of its first output.
+    pub fn place(&self, id: NodeId) -> String {
+        let node = &self[id];
+        match node.outputs.iter().flatten().next() {
+            Some(output) if node.name.is_empty() => self[*output].name.clone(),
+            _ => node.name.clone(),
+        }
     }
 
     /// All values in order of creation, initializers and graph inputs included.

@@ -96,6 +96,13 @@ impl Shards {
         format!("{stem}-{shard:05}.data")
     }
 
+    /// Whether a file may be data of the model with that stem.
+    pub fn is_name(name: &str, stem: &str) -> bool {
+        let number = name.strip_prefix(stem).and_then(|rest| rest.strip_prefix('-')?.strip_suffix(".data"));
+        let shard = number.and_then(|number| number.parse().ok());
+        shard.is_some_and(|shard| name == Shards::name(stem, shard))
+    }
+
     /// Makes room for a tensor: the last file, padded to the tensor's alignment, or a new one. A tensor that is
     /// larger than a shard may be gets one to itself.
     pub fn begin(&mut self, len: u64) -> Result<Place, WriteError> {

@@ -71,6 +71,16 @@ impl DType {
         DTYPES.iter().find(|d| d.0 == self).map(|d| d.2)
     }
 
+    /// Whether it is a float type whose elements the project reads.
+    pub fn is_float(self) -> bool {
+        matches!(self, DType::F32 | DType::F16 | DType::BF16 | DType::F64)
+    }
+
+    /// Whether it is an integer type of whole bytes, or the type of truth values.
+    pub fn is_integer(self) -> bool {
+        !self.is_float() && !matches!(self, DType::Other(_))
+    }
+
     /// The type of string tensors; see [`Tensor`] for their bytes.
     pub const STRING: DType = DType::Other(8);
 

@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    io,
+    fs, io,
     ops::Range,
     path::{Path, PathBuf},
     sync::Arc,
@@ -153,7 +153,25 @@ pub fn model_bytes(model: &Model) -> Result<Vec<u8>, WriteError> {
     encoded(encode::model(model, &mut in_place)?)
 }
 
+/// Data files beside `path` that a model written there would replace, or leave without one that refers to them.
+pub fn data_files(path: &Path) -> Vec<PathBuf> {
+    let Some(stem) = path.file_stem().and_then(|stem| stem.to_str()) else { return Vec::new() };
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let named =
+        entries.filter(|entry| entry.file_name().to_str().is_some_and(|name| Shards::is_name(name, stem)));
+    named.map(|entry| entry.path()).collect()
+}
+
 impl Model {
+    /// Files that initializers and tensor attributes lie in.
+    pub fn mapped_files(&self) -> impl Iterator<Item = &Path> {
+        jobs(self).into_iter().filter_map(|job| match &job.tensor.bytes {
+            Bytes::Mapped { file, .. } => Some(file.path.as_path()),
+            _ => None,
+        })
+    }
+
     /// Bytes of all initializers and tensor attributes, those of subgraphs included.
     pub fn constant_bytes(&self) -> u64 {
         jobs(self).iter().map(|job| job.tensor.bytes.len() as u64).sum()

@@ -61,15 +61,6 @@ pub(super) fn attentions(view: &View<'_>) -> Vec<Attention> {
     view.nodes("Softmax").filter_map(|(id, node)| attention(view, id, node)).collect()
 }
 
-/// The node's name, or that of its first output.
-pub(super) fn place(view: &View<'_>, node: NodeId) -> String {
-    let node = &view.graph[node];
-    match node.outputs.iter().flatten().next() {
-        Some(output) if node.name.is_empty() => view.graph[*output].name.clone(),
-        _ => node.name.clone(),
-    }
-}
-
 fn attention(view: &View<'_>, softmax: NodeId, node: &Node) -> Option<Attention> {
     let scores = scores(view, node.input(0)?, MAX_STEPS)?;
     let mut weights = uncast(view, node.output(0)?);
@@ -109,8 +100,7 @@ fn over_last(view: &View<'_>, softmax: &Node) -> bool {
 /// Whether a Cast goes from floats to floats; one to integers rounds.
 fn is_float_cast(view: &View<'_>, node: &Node) -> bool {
     let is_float = |value: Option<ValueId>| {
-        let dtype = value.and_then(|value| view.facts().dtype(value));
-        matches!(dtype, Some(DType::F32 | DType::F16 | DType::BF16 | DType::F64))
+        value.and_then(|value| view.facts().dtype(value)).is_some_and(DType::is_float)
     };
     node.is("Cast") && is_float(node.input(0)) && is_float(node.output(0))
 }

@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 
-use super::{AttentionForm, Outcome, Pass, PassError, Replacement, Settings, View, attention::place};
+use super::{AttentionForm, Outcome, Pass, PassError, Replacement, Settings, View};
 use crate::onnx::{Attribute, DType, Graph, Model, Node, NodeId, ValueId};
 
 pub const PASS: Pass = Pass {
@@ -166,7 +166,7 @@ fn run(model: &mut Model, settings: &Settings) -> Result<Outcome, PassError> {
         };
         match plan {
             Ok(plan) => found.push(plan),
-            Err(why) => outcome.refuse(place(&view, id), why),
+            Err(why) => outcome.refuse(view.graph.place(id), why),
         }
     }
     for (id, written, attention) in &found {

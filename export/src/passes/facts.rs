@@ -267,24 +267,21 @@ fn undecided(
 
 /// Whether an operand differs between samples where an element of a result does not.
 fn decides(samples: &[(Sizes, Shapes)], node: &Node) -> bool {
-    let varies = node.inputs.iter().flatten().any(|input| {
-        let mut contents = samples.iter().filter_map(|(_, shapes)| shapes.known(*input)?.elements.as_ref());
-        contents.next().is_some_and(|first| contents.any(|other| other != first))
-    });
-    varies
-        && node.outputs.iter().flatten().any(|output| {
-            let ints: Option<Vec<_>> =
-                samples.iter().map(|(_, shapes)| shapes.known(*output)?.partial_ints()).collect();
-            let floats: Option<Vec<_>> =
-                samples.iter().map(|(_, shapes)| shapes.known(*output)?.floats()).collect();
-            let same_int = ints.is_some_and(|lists| {
-                (0..lists[0].len()).any(|at| lists.iter().all(|list| list.get(at) == lists[0].get(at)))
-            });
-            same_int
-                || floats.is_some_and(|lists| {
-                    (0..lists[0].len()).any(|at| lists.iter().all(|list| list.get(at) == lists[0].get(at)))
-                })
-        })
+    let contents = |value: &ValueId| -> Vec<&Elements> {
+        samples.iter().filter_map(|(_, shapes)| shapes.known(*value)?.elements.as_ref()).collect()
+    };
+    let varies = |value: &ValueId| contents(value).windows(2).any(|pair| pair[0] != pair[1]);
+    let decided = |value: &ValueId| {
+        let contents = contents(value);
+        contents.len() == samples.len() && shares_an_element(&contents)
+    };
+    node.inputs.iter().flatten().any(varies) && node.outputs.iter().flatten().any(decided)
+}
+
+/// Whether an element is known and the same in all lists.
+fn shares_an_element(lists: &[&Elements]) -> bool {
+    let (Some(first), rest) = (lists.first(), lists.get(1..).unwrap_or_default()) else { return false };
+    (0..first.len()).any(|at| rest.iter().all(|list| list.share(first, at)))
 }
 
 /// Whether a division of integers has a remainder in a sample, so that its result says little of other sizes.
@@ -292,9 +289,7 @@ fn rounds(samples: &[(Sizes, Shapes)], node: &Node) -> bool {
     let [Some(a), Some(b)] = node.inputs[..] else { return false };
     let remainder = |(_, shapes): &(Sizes, Shapes)| {
         let (a, b) = (shapes.known(a)?.partial_ints()?, shapes.known(b)?.partial_ints()?);
-        let at = |list: &[Option<i64>], i: usize| *list.get(if list.len() == 1 { 0 } else { i })?;
-        let count = a.len().max(b.len());
-        Some((0..count).any(|i| match (at(a, i), at(b, i)) {
+        Some((0..a.len().max(b.len())).any(|i| match (stretched(a, i), stretched(b, i)) {
             (Some(a), Some(b)) => a.checked_rem(b).is_none_or(|rest| rest != 0),
             _ => false,
         }))
@@ -317,11 +312,13 @@ fn passes_zero(all: &[&Shapes], node: &Node) -> bool {
 /// a - b, element by element, of lists of integers or one integer and a list.
 fn differences(a: &Fact, b: &Fact) -> Option<Vec<Option<i128>>> {
     let (a, b) = (a.partial_ints()?, b.partial_ints()?);
-    let count = a.len().max(b.len());
-    let at = |list: &[Option<i64>], i: usize| {
-        list.get(if list.len() == 1 { 0 } else { i }).copied().flatten().map(i128::from)
-    };
-    Some((0..count).map(|i| Some(at(a, i)? - at(b, i)?)).collect())
+    let difference = |i| Some(i128::from(stretched(a, i)?) - i128::from(stretched(b, i)?));
+    Some((0..a.len().max(b.len())).map(difference).collect())
+}
+
+/// An element of a list, or that of a list of one.
+fn stretched(list: &[Option<i64>], index: usize) -> Option<i64> {
+    *list.get(if list.len() == 1 { 0 } else { index })?
 }
 
 fn size(fact: &Fact, axis: i64) -> Option<usize> {

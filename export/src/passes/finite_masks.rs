@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, HashSet};
 
 use super::{
     Outcome, Pass, PassError, Replacement, Settings, View,
-    attention::{Attention, Mask, attentions, place},
+    attention::{Attention, Mask, attentions},
     heads::Output,
 };
 use crate::onnx::{Attribute, DType, Graph, Model, NodeId, Tensor, ValueId};
@@ -221,7 +221,7 @@ fn plan(view: &View<'_>, attention: &Attention) -> Option<Result<Plan, (Plan, &'
     if origins.iter().all(|origin| origin.edges.is_empty()) && !unreadable {
         return None;
     }
-    let mut plan = Plan { place: place(view, attention.softmax), origins, blank: None };
+    let mut plan = Plan { place: view.graph.place(attention.softmax), origins, blank: None };
     if unreadable {
         return Some(Err((plan, LARGE)));
     }

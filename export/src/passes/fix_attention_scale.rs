@@ -10,7 +10,7 @@
 
 use super::{
     Outcome, Pass, PassError, Replacement, Settings, View,
-    attention::{Attention, attentions, place, scaled},
+    attention::{Attention, attentions, scaled},
 };
 use crate::onnx::{DType, Model, NodeId, ValueId};
 
@@ -43,7 +43,7 @@ fn run(model: &mut Model, _: &Settings) -> Result<Outcome, PassError> {
     for attention in attentions(&view) {
         match fix(&view, &attention) {
             Ok(found) => fixes.extend(found),
-            Err(why) => outcome.refuse(place(&view, attention.scores.product), why),
+            Err(why) => outcome.refuse(view.graph.place(attention.scores.product), why),
         }
     }
     for fix in &fixes {

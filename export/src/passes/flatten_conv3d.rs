@@ -39,7 +39,7 @@ fn run(model: &mut Model, _: &Settings) -> Result<Outcome, PassError> {
         match flat(&view, id, node) {
             Ok(Some(flat)) => found.push(flat),
             Ok(None) => {}
-            Err(why) => outcome.refuse(node.name.clone(), why),
+            Err(why) => outcome.refuse(view.graph.place(id), why),
         }
     }
     let opset = view.opset();

@@ -56,19 +56,14 @@ fn find(view: &View<'_>) -> Result<(Folded, Outcome), PassError> {
         let Some(found) = fold(view, &mut constants, id, node)? else { continue };
         match found {
             _ if node.outputs.iter().flatten().any(|output| outputs.contains(output)) => {
-                outcome.refuse(place(view, node), OUTPUT);
+                outcome.refuse(view.graph.place(id), OUTPUT);
             }
             Ok(constants) => folded.push((id, constants)),
-            Err(why) => outcome.refuse(place(view, node), why),
+            Err(why) => outcome.refuse(view.graph.place(id), why),
         }
     }
     outcome.applied = folded.len();
     Ok((folded, outcome))
-}
-
-fn place(view: &View<'_>, node: &Node) -> String {
-    let output = node.outputs.iter().flatten().next().map(|output| view.graph[*output].name.clone());
-    if node.name.is_empty() { output.unwrap_or_default() } else { node.name.clone() }
 }
 
 /// What a node's outputs are, or why they are not to become constants.
@@ -94,7 +89,7 @@ fn fold(
             return Ok(None);
         }
         let tensor = constants.tensor(id).transpose();
-        let tensor = tensor.map_err(|source| PassError::Constant { tensor: place(view, node), source })?;
+        let tensor = tensor.map_err(|source| PassError::Constant { tensor: view.graph.place(id), source })?;
         return Ok(Some(tensor.map(|tensor| vec![(*first, tensor)]).ok_or(LARGER)));
     }
     let constant = |input: &ValueId| view.constant(*input).is_some();

@@ -9,8 +9,8 @@
 
 use super::{Outcome, Pass, PassError, Replacement, Settings, View};
 use crate::{
-    onnx::{Attribute, DType, Model, Node, NodeId, ValueId},
-    quant,
+    onnx::{DType, Model, Node, NodeId, ValueId},
+    quant::{self, F16_MAX},
 };
 
 pub const PASS: Pass = Pass {
@@ -22,8 +22,6 @@ pub const PASS: Pass = Pass {
 
 const NORMS: &[&str] =
     &["LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization", "InstanceNormalization"];
-/// Largest finite f16.
-const F16_MAX: f32 = 65504.0;
 
 fn run(model: &mut Model, _: &Settings) -> Result<Outcome, PassError> {
     let mut outcome = Outcome::default();
@@ -44,24 +42,18 @@ fn run(model: &mut Model, _: &Settings) -> Result<Outcome, PassError> {
             y = new.op("Clip", &[y, bounds[0], bounds[1]], &[]);
             new.retype(y, DType::F32);
         }
-        new.op_into("Cast", &[y], &[to(DType::F16)], output);
+        new.cast_into(y, DType::F16, output);
         new.finish();
         outcome.applied += 1;
     }
     Ok(outcome)
 }
 
-fn to(dtype: DType) -> (&'static str, Attribute) {
-    ("to", Attribute::Int(i64::from(dtype.to_onnx())))
-}
-
 fn widened(new: &mut Replacement<'_>, value: ValueId) -> Result<ValueId, PassError> {
     let name = new.graph()[value].name.clone();
     let Some(tensor) = new.graph()[value].constant.clone().filter(|_| !new.graph().inputs.contains(&value))
     else {
-        let wide = new.op("Cast", &[value], &[to(DType::F32)]);
-        new.retype(wide, DType::F32);
-        return Ok(wide);
+        return Ok(new.cast(value, DType::F32));
     };
     let tensor = quant::cast(tensor, DType::F32)
         .map_err(|source| PassError::Constant { tensor: name.clone(), source: source.into() })?;
@@ -82,7 +74,7 @@ fn islands(view: &View<'_>, outcome: &mut Outcome) -> Vec<(NodeId, bool)> {
             match same_shape(view, node) {
                 Some(true) => islands.push((id, true)),
                 Some(false) => {}
-                None => outcome.refuse(node.name.clone(), "the shapes of what it adds are not known"),
+                None => outcome.refuse(view.graph.place(id), "the shapes of what it adds are not known"),
             }
         } else if node.is("Mul") && gates(view, output) {
             islands.push((id, true));

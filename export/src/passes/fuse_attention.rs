@@ -10,7 +10,7 @@
 
 use super::{
     AttentionForm, Outcome, Pass, PassError, Replacement, Settings, View,
-    attention::{Attention, attentions, place},
+    attention::{Attention, attentions},
     heads::{Axis, Heads, Output},
 };
 use crate::onnx::{Attribute, DType, Model, Node, ValueId};
@@ -64,7 +64,7 @@ fn run(model: &mut Model, settings: &Settings) -> Result<Outcome, PassError> {
     for attention in attentions(&view) {
         match fusion(&view, &attention) {
             Ok(fusion) => fusions.push(fusion),
-            Err(why) => outcome.refuse(place(&view, attention.softmax), why),
+            Err(why) => outcome.refuse(view.graph.place(attention.softmax), why),
         }
     }
     for fusion in &fusions {
@@ -180,13 +180,12 @@ fn fuse(model: &mut Model, fusion: &Fusion) {
         attributes,
         ..Node::default()
     });
-    let to = ("to", Attribute::Int(fusion.output.dtype().to_onnx().into()));
     match (joined, cast) {
         (true, false) => {}
-        (true, true) => r.op_into("Cast", &[result], &[to], value),
+        (true, true) => r.cast_into(result, fusion.output.dtype(), value),
         (false, false) => fusion.output.split(&mut r, result),
         (false, true) => {
-            let result = r.op("Cast", &[result], &[to]);
+            let result = r.cast(result, fusion.output.dtype());
             fusion.output.split(&mut r, result);
         }
     }
@@ -201,7 +200,7 @@ fn bias_of(r: &mut Replacement<'_>, bias: &Bias, dtype: DType) -> ValueId {
             let lowest = r.scalar(DType::F32, LOWEST_F16);
             value = r.op("Clip", &[value, lowest], &[]);
         }
-        value = r.op("Cast", &[value], &[("to", Attribute::Int(dtype.to_onnx().into()))]);
+        value = r.cast(value, dtype);
     }
     if bias.rank < 4 {
         let axes = r.ints(&(0..4 - bias.rank as i64).collect::<Vec<_>>());

@@ -130,7 +130,7 @@ impl GroupNorm {
                 let narrow = (self.dtype != DType::F32).then_some(self.output);
                 let y = self.normalise(&mut new, x, scale, bias, narrow.is_none().then_some(self.output));
                 if let Some(output) = narrow {
-                    new.op_into("Cast", &[y], &[("to", onnx_type(self.dtype))], output);
+                    new.cast_into(y, self.dtype, output);
                 }
             }
             Kind::Contrib { weight, bias, channels_last, silu } => {
@@ -157,7 +157,7 @@ impl GroupNorm {
         let column = new.ints(&[self.channels, 1, 1]);
         let [weight, bias] = affine.map(|row| {
             // The operator takes weights of either type.
-            let row = new.op("Cast", &[row], &[("to", onnx_type(DType::F32))]);
+            let row = new.cast(row, DType::F32);
             new.op("Reshape", &[row, column], &[])
         });
         let y = new.op("Mul", &[y, weight], &[]);
@@ -166,7 +166,7 @@ impl GroupNorm {
             let gate = new.op("Sigmoid", &[y], &[]);
             y = new.op("Mul", &[y, gate], &[]);
         }
-        let y = new.op("Cast", &[y], &[("to", onnx_type(self.dtype))]);
+        let y = new.cast(y, self.dtype);
         match channels_last {
             true => new.op_into("Transpose", &[y], &perm([0, 2, 3, 1]), self.output),
             false => new.op_into("Identity", &[y], &[], self.output),
@@ -204,10 +204,6 @@ impl GroupNorm {
 fn to_f32(new: &mut Replacement<'_>, value: ValueId, dtype: DType) -> ValueId {
     match dtype {
         DType::F32 => value,
-        _ => new.op("Cast", &[value], &[("to", onnx_type(DType::F32))]),
+        _ => new.cast(value, DType::F32),
     }
-}
-
-fn onnx_type(dtype: DType) -> Attribute {
-    Attribute::Int(i64::from(dtype.to_onnx()))
 }

@@ -91,16 +91,16 @@ fn divides_centred(view: &View<'_>, node: &Node) -> bool {
 
 fn adaptive(view: &View<'_>, outcome: &mut Outcome) -> Vec<LayerNorm> {
     let mut found = Vec::new();
-    for (_, node) in view.nodes("LayerNormalization") {
+    for (id, node) in view.nodes("LayerNormalization") {
         let Some((root, mul, normed, scale)) = scaled(view, node) else { continue };
         let (Some(x), Some(width)) = (node.input(0), view.facts().fixed_dim(normed, -1)) else { continue };
         let (Some(output), Some(dtype)) = (mul.output(0), view.facts().dtype(x)) else { continue };
         if !is_row(view, scale, x) {
             if is_one_plus(view, scale) {
-                outcome.refuse(&node.name, "its scale differs from row to row");
+                outcome.refuse(view.graph.place(id), "its scale differs from row to row");
             }
         } else if !is_plain(view, node, x) {
-            outcome.refuse(&node.name, "it has a weight of its own and a scale after it");
+            outcome.refuse(view.graph.place(id), "it has a weight of its own and a scale after it");
         } else {
             let epsilon = node.float("epsilon").unwrap_or(1e-5);
             let norm = LayerNorm { root, x, weight: Some(scale), bias: None, epsilon, output, width, dtype };

@@ -59,7 +59,7 @@ fn run(model: &mut Model, _: &Settings) -> Result<Outcome, PassError> {
                 sources.extend(nodes.into_iter().map(|id| (id, view.graph[id].clone())));
                 found.push(rotation);
             }
-            Err(why) => outcome.refuse(&add.name, why),
+            Err(why) => outcome.refuse(view.graph.place(root), why),
         }
     }
     let mut tables = Tables::default();

@@ -140,7 +140,7 @@ impl Heads {
             value = r.op("Reshape", &[value, shape], &[]);
         }
         if self.dtype != dtype {
-            value = r.op("Cast", &[value], &[("to", Attribute::Int(dtype.to_onnx().into()))]);
+            value = r.cast(value, dtype);
         }
         value
     }

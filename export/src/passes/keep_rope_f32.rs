@@ -124,8 +124,7 @@ fn narrow_doubles(model: &mut Model, outcome: &mut Outcome) {
 /// Whether a node turns f64 into integers, which f32 would change.
 fn gives_integers(view: &View<'_>, node: NodeId) -> bool {
     let is_integer = |output: &ValueId| {
-        use DType::{I8, I16, I32, I64, U8, U16, U32, U64};
-        matches!(view.facts().dtype(*output), Some(I8 | I16 | I32 | I64 | U8 | U16 | U32 | U64))
+        view.facts().dtype(*output).is_some_and(|dtype| dtype.is_integer() && dtype != DType::Bool)
     };
     view.graph[node].is("Cast") && view.graph[node].outputs.iter().flatten().any(is_integer)
 }
@@ -256,7 +255,7 @@ fn widen_angles(model: &mut Model, outcome: &mut Outcome) {
         let angle = write(&mut new, &angle);
         if is_narrow {
             let result = new.op(&op, &[angle], &[]);
-            new.op_into("Cast", &[result], &[("to", onnx_type(DType::F16))], output);
+            new.cast_into(result, DType::F16, output);
         } else {
             new.op_into(&op, &[angle], &[], output);
         }
@@ -286,9 +285,7 @@ fn wide(view: &View<'_>, value: ValueId, nodes_left: &mut usize) -> Wide {
 fn write(new: &mut Replacement<'_>, wide: &Wide) -> ValueId {
     match wide {
         Wide::Same(value) => *value,
-        Wide::Before(value) | Wide::Cast(value) => {
-            new.op("Cast", &[*value], &[("to", onnx_type(DType::F32))])
-        }
+        Wide::Before(value) | Wide::Cast(value) => new.cast(*value, DType::F32),
         Wide::Node { node, inputs } => {
             let inputs: Vec<ValueId> = inputs.iter().map(|input| write(new, input)).collect();
             let attributes: Vec<(&str, Attribute)> =
@@ -296,8 +293,4 @@ fn write(new: &mut Replacement<'_>, wide: &Wide) -> ValueId {
             new.op(&node.op_type, &inputs, &attributes)
         }
     }
-}
-
-fn onnx_type(dtype: DType) -> Attribute {
-    Attribute::Int(i64::from(dtype.to_onnx()))
 }

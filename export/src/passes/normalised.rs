@@ -34,17 +34,17 @@ pub fn find(view: &View<'_>, outcome: &mut Outcome) -> Vec<Normalised> {
         let Some(output) = node.output(0) else { continue };
         let facts = view.facts();
         if !over_last_axis(view, square_mean, x) {
-            outcome.refuse(&node.name, "the mean is not over the last axis alone");
+            outcome.refuse(view.graph.place(id), "the mean is not over the last axis alone");
         } else if !matches!(facts.dtype(x), Some(DType::F32 | DType::F16)) {
-            outcome.refuse(&node.name, "it is neither f32 nor f16");
+            outcome.refuse(view.graph.place(id), "it is neither f32 nor f16");
         } else if facts.rank(output) != facts.rank(x) {
-            outcome.refuse(&node.name, "a constant gives it more axes");
+            outcome.refuse(view.graph.place(id), "a constant gives it more axes");
         } else if facts.fixed_dim(x, -1).is_some_and(|width| width > MAX_WIDTH) {
-            outcome.refuse(&node.name, "its rows are too wide");
+            outcome.refuse(view.graph.place(id), "its rows are too wide");
         } else if let (Some(epsilon), Some(width)) = (view.scalar(epsilon), facts.fixed_dim(x, -1)) {
             found.push(Normalised { node: id, x, output, epsilon: epsilon as f32, width });
         } else {
-            outcome.refuse(&node.name, "epsilon or the width is not a constant");
+            outcome.refuse(view.graph.place(id), "epsilon or the width is not a constant");
         }
     }
     found

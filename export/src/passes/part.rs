@@ -70,7 +70,7 @@ impl Origins {
         if inputs.clone().all(|input| self.get(*input) == Origin::Constant) {
             return Origin::Constant;
         }
-        let integers = |value: &ValueId| view.facts().dtype(*value).is_some_and(is_integer);
+        let integers = |value: &ValueId| view.facts().dtype(*value).is_some_and(DType::is_integer);
         let reads_shapes = node.is("Shape") || node.is("Size");
         let little = reads_shapes
             || inputs.all(|input| match self.get(*input) {
@@ -83,10 +83,6 @@ impl Origins {
             Origin::Computed
         }
     }
-}
-
-fn is_integer(dtype: DType) -> bool {
-    !matches!(dtype, DType::F32 | DType::F16 | DType::BF16 | DType::F64 | DType::Other(_))
 }
 
 /// Nodes that a value depends on, the one that makes it included.
@@ -209,7 +205,7 @@ impl Cut<'_> {
                 continue;
             }
             let origin = self.origins.get(value);
-            let integers = self.view.facts().dtype(value).is_some_and(is_integer);
+            let integers = self.view.facts().dtype(value).is_some_and(DType::is_integer);
             match self.view.producer(value) {
                 None if origin == Origin::Given && integers => drop(again.given.insert(value)),
                 Some(_) if origin == Origin::Computed => return false,

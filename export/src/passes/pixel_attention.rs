@@ -243,7 +243,7 @@ fn cast(new: &mut Replacement<'_>, x: ValueId, from: DType, to: DType) -> ValueI
     if from == to {
         return x;
     }
-    new.op("Cast", &[x], &[("to", Attribute::Int(i64::from(to.to_onnx())))])
+    new.cast(x, to)
 }
 
 /// Puts a placeholder, between values of the stages' layouts, in the place of the attention.

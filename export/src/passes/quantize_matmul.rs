@@ -136,7 +136,7 @@ fn products(view: &View<'_>, linears: &Linears, outcome: &mut Outcome) -> Vec<Pr
         match product(view, id, node, linears) {
             Ok(Some(product)) => products.push(product),
             Ok(None) => {}
-            Err(why) => outcome.refuse(node.name.clone(), why),
+            Err(why) => outcome.refuse(view.graph.place(id), why),
         }
     }
     products

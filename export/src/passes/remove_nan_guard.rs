@@ -8,7 +8,7 @@
 
 use super::{
     Outcome, Pass, PassError, Replacement, Settings, View,
-    attention::{Attention, attentions, place},
+    attention::{Attention, attentions},
     finite_masks::Origin,
 };
 use crate::onnx::Model;
@@ -33,14 +33,14 @@ fn run(model: &mut Model, _: &Settings) -> Result<Outcome, PassError> {
         let Some(guard) = attention.guard else { continue };
         match inert(&view, attention) {
             Ok(()) => guards.push(guard),
-            Err(why) => outcome.refuse(place(&view, guard.choose), why),
+            Err(why) => outcome.refuse(view.graph.place(guard.choose), why),
         }
     }
     let known = |weights| attentions.iter().any(|a| a.guard.is_some_and(|guard| guard.weights == weights));
     for (id, node) in view.nodes("IsNaN") {
         let weights = node.input(0).filter(|weights| view.made_by(*weights, "Softmax").is_some());
         if weights.is_some_and(|weights| !known(weights)) {
-            outcome.refuse(place(&view, id), SCORES);
+            outcome.refuse(view.graph.place(id), SCORES);
         }
     }
     let captured = model.graph.captured();

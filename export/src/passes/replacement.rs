@@ -16,12 +16,7 @@ pub struct Replacement<'g> {
 
 impl<'g> Replacement<'g> {
     pub fn of(graph: &'g mut Graph, root: NodeId) -> Replacement<'g> {
-        let node = &graph[root];
-        let output = node.outputs.iter().flatten().next();
-        let prefix = match (node.name.as_str(), output) {
-            ("", Some(output)) => graph[*output].name.clone(),
-            (name, _) => name.to_owned(),
-        };
+        let prefix = graph.place(root);
         Replacement { graph, root, prefix, nodes: Vec::new(), made: 0 }
     }
 
@@ -72,6 +67,19 @@ impl<'g> Replacement<'g> {
         attributes: &[(&str, Attribute)],
     ) -> ValueId {
         self.ops("com.microsoft", op_type, inputs, attributes, 1)[0]
+    }
+
+    /// The value in another type.
+    pub fn cast(&mut self, x: ValueId, to: DType) -> ValueId {
+        let y = self.value();
+        self.cast_into(x, to, y);
+        self.retype(y, to);
+        y
+    }
+
+    /// A Cast that defines an existing value, which keeps what is recorded of it.
+    pub fn cast_into(&mut self, x: ValueId, to: DType, output: ValueId) {
+        self.op_into("Cast", &[x], &[("to", Attribute::Int(i64::from(to.to_onnx())))], output);
     }
 
     pub fn ops(

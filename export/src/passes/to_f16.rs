@@ -12,7 +12,7 @@ use std::collections::{HashMap, HashSet};
 use super::{Outcome, Pass, PassError, Replacement, Settings, View};
 use crate::{
     onnx::{Attribute, Bytes, ComputeError, DType, Graph, Model, Node, NodeId, Tensor, ValueId},
-    quant,
+    quant::{self, F16_MAX},
 };
 
 pub const PASS: Pass = Pass {
@@ -22,8 +22,6 @@ pub const PASS: Pass = Pass {
     run,
 };
 
-/// Largest finite f16.
-const F16_MAX: f32 = 65504.0;
 /// Least normal f16.
 const F16_LEAST: f32 = 6.103_515_6e-5;
 /// Constants of so many elements are numbers rather than weights.
@@ -164,18 +162,18 @@ fn halved(view: &View<'_>, types: &HashMap<ValueId, DType>, outcome: &mut Outcom
         let plain = PLAIN.contains(&op);
         if !plain && !HALVED.contains(&op) {
             if !FULL.contains(&op) && op != "ConstantOfShape" {
-                outcome.refuse(node.name.clone(), format!("no f16 kernel is known of {op}"));
+                outcome.refuse(view.graph.place(id), format!("no f16 kernel is known of {op}"));
             }
             continue;
         }
         // Casts between floats are there for a reason, and those of this pass must stay.
-        let of_float = |value: ValueId| !matches!(types.get(&value), Some(t) if is_integer(*t));
+        let of_float = |value: ValueId| !matches!(types.get(&value), Some(t) if t.is_integer());
         if op == "Cast" && node.input(0).is_none_or(of_float) {
             continue;
         }
         let mut values = node.inputs.iter().chain(&node.outputs).flatten();
         if !values.all(|value| types.contains_key(value)) {
-            outcome.refuse(node.name.clone(), "the types of its operands are not known");
+            outcome.refuse(view.graph.place(id), "the types of its operands are not known");
             continue;
         }
         let wants_half = |output: &ValueId| {
@@ -214,11 +212,6 @@ fn is_angle(view: &View<'_>, node: &Node, angles: &HashSet<NodeId>) -> bool {
         let users = view.uses(*output);
         !users.is_empty() && users.iter().all(takes_angles) && !view.graph.outputs.contains(output)
     })
-}
-
-fn is_integer(dtype: DType) -> bool {
-    use DType::{Bool, I8, I16, I32, I64, U8, U16, U32, U64};
-    matches!(dtype, Bool | I8 | I16 | I32 | I64 | U8 | U16 | U32 | U64)
 }
 
 /// Gives nodes operands of the type that they compute in, in execution order.
@@ -273,7 +266,7 @@ impl Rewriter<'_> {
         }
         new.push(node);
         for (twin, output) in given_out {
-            new.op_into("Cast", &[twin], &[to(DType::F32)], output);
+            new.cast_into(twin, DType::F32, output);
         }
         new.finish();
         Ok(())
@@ -294,11 +287,7 @@ impl Twins {
                 let failed = |source| PassError::Constant { tensor: name.clone(), source };
                 new.named_constant(&format!("{name}.f16"), half_tensor(tensor).map_err(failed)?)
             }
-            None => {
-                let twin = new.op("Cast", &[value], &[to(dtype)]);
-                new.retype(twin, dtype);
-                twin
-            }
+            None => new.cast(value, dtype),
         };
         self.other.insert(value, twin);
         Ok(twin)
@@ -310,16 +299,11 @@ fn reads_any(node: &Node) -> bool {
     ["Cast", "Shape", "Size", "IsNaN", "IsInf"].iter().any(|op| node.is(op))
 }
 
-fn to(dtype: DType) -> (&'static str, Attribute) {
-    ("to", Attribute::Int(i64::from(dtype.to_onnx())))
-}
-
 /// A Cast of integers gives f16 instead of f32.
 fn cast_to_f16(node: &mut Node) {
     if node.is("Cast") {
         node.attributes.retain(|(name, _)| name != "to");
-        let (name, number) = to(DType::F16);
-        node.attributes.push((name.to_owned(), number));
+        node.attributes.push(("to".to_owned(), Attribute::Int(i64::from(DType::F16.to_onnx()))));
     }
 }
 

@@ -56,7 +56,7 @@ fn wide(view: &View<'_>, outcome: &mut Outcome) -> Vec<(NodeId, i64, Wide)> {
             let sizes = given.or_else(|| outputs.iter().map(fixed).collect());
             match sizes.filter(|sizes| sizes.len() == outputs.len() && sizes.iter().all(|size| *size >= 0)) {
                 Some(sizes) => found.push((id, axis, Wide::Split { input: *input, outputs, sizes })),
-                None => outcome.refuse(node.name.clone(), "the sizes of its parts are not known"),
+                None => outcome.refuse(view.graph.place(id), "the sizes of its parts are not known"),
             }
         }
     }

@@ -3,6 +3,9 @@
 //! Nothing here runs when a graph is built: every function returns tensors whose bytes are computed when the writer
 //! reaches them, from ranges of the mapped checkpoint.
 
+/// Largest finite f16.
+pub const F16_MAX: f32 = 65504.0;
+
 mod cast;
 mod convert;
 mod error;

@@ -4,7 +4,7 @@ use super::{
     Call, Dims, Elements, Fact, MAX_ELEMENTS, Row,
     call::unknown_dims,
     elementwise::same_type,
-    fact::{count, is_float, round},
+    fact::{count, round},
 };
 use crate::onnx::{Attribute, DType};
 
@@ -132,7 +132,7 @@ fn range(call: &Call<'_>) -> Result<Vec<Fact>, String> {
         Some([value]) => Some(*value),
         _ => None,
     });
-    let (Some(dtype), [Some(start), Some(limit), Some(step)]) = (dtype.filter(|d| is_float(*d)), floats)
+    let (Some(dtype), [Some(start), Some(limit), Some(step)]) = (dtype.filter(|d| d.is_float()), floats)
     else {
         return Ok(unknown);
     };

@@ -3,7 +3,7 @@
 use super::{
     Call, Dims, Elements, Fact, Row,
     broadcast::{broadcast, stretched},
-    fact::{fit, is_float, round},
+    fact::{fit, round},
 };
 use crate::onnx::DType;
 
@@ -137,11 +137,11 @@ fn converted(elements: &Elements, to: DType) -> Option<Elements> {
     const EXACT: u64 = 1 << f64::MANTISSA_DIGITS;
     to.size()?;
     Some(match elements {
-        Elements::Ints(values) if is_float(to) => {
+        Elements::Ints(values) if to.is_float() => {
             let exact = |value: &i64| value.unsigned_abs() <= EXACT;
             Elements::Floats(values.iter().map(|v| round(to, v.filter(exact)? as f64)).collect())
         }
-        Elements::Floats(values) if is_float(to) => {
+        Elements::Floats(values) if to.is_float() => {
             Elements::Floats(values.iter().map(|v| round(to, (*v)?)).collect())
         }
         Elements::Ints(values) if to == DType::Bool => {

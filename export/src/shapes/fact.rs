@@ -144,6 +144,18 @@ impl Elements {
         self.len() == 0
     }
 
+    /// Whether an element is known and the same in both.
+    pub fn share(&self, other: &Elements, index: usize) -> bool {
+        fn same<T: PartialEq>(a: &[Option<T>], b: &[Option<T>], index: usize) -> bool {
+            matches!((a.get(index), b.get(index)), (Some(Some(a)), Some(Some(b))) if a == b)
+        }
+        match (self, other) {
+            (Elements::Ints(a), Elements::Ints(b)) => same(a, b, index),
+            (Elements::Floats(a), Elements::Floats(b)) => same(a, b, index),
+            _ => false,
+        }
+    }
+
     /// The contents of a constant, if they are few, numbers, and in memory or in a mapped file.
     pub fn of(tensor: &Tensor) -> Option<Elements> {
         let count = count(&tensor.shape).filter(|count| *count <= MAX_ELEMENTS)?;
@@ -162,7 +174,7 @@ impl Elements {
             u64::from_le_bytes(wide)
         };
         let raw = bytes.chunks_exact(size).map(element);
-        Some(if is_float(tensor.dtype) {
+        Some(if tensor.dtype.is_float() {
             Elements::Floats(raw.map(|bits| Some(float(tensor.dtype, bits))).collect())
         } else {
             Elements::Ints(raw.map(|bits| int(tensor.dtype, bits)).collect())
@@ -183,15 +195,11 @@ impl Elements {
     /// Contents of which nothing is known yet, for a tensor of numbers that is small enough to follow them.
     pub(super) fn unknown(dtype: DType, shape: &[usize]) -> Option<Elements> {
         let count = count(shape).filter(|count| *count <= MAX_ELEMENTS)?;
-        if is_float(dtype) {
+        if dtype.is_float() {
             return Some(Elements::Floats(vec![None; count]));
         }
         dtype.size().map(|_| Elements::Ints(vec![None; count]))
     }
-}
-
-pub(super) fn is_float(dtype: DType) -> bool {
-    matches!(dtype, DType::F32 | DType::F16 | DType::BF16 | DType::F64)
 }
 
 /// Elements of a shape; `None` if there are too many to count.
