@@ -1,12 +1,13 @@
 //! Graphs that others exported, assembled into a bundle.
 
+mod stages;
+
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-use regex::Regex;
-
+use self::stages::{Storage, rewrite, stages_of};
 use super::{
     Bundle, ExportError, ExportEvent, ExportSummary, FORMAT, Manifest, Origin,
     folder::{FolderWriter, write_manifest},
@@ -17,17 +18,18 @@ use crate::{
     arch::{
         StageGraph,
         flux2::{
+            TextSection, VaeSection,
             imported::{
                 Settings,
                 contract::{Role, adapt, fixed_size},
                 describe,
             },
+            parameters::Schedule,
             tokenizer::pad_id,
         },
     },
-    onnx::{DType, Model, ValueId, read_model},
-    passes::{self, Linears, Part, Splitting, symbols},
-    recipe::{Precision, Recipe},
+    onnx::{DType, Model, read_model},
+    recipe::Recipe,
 };
 
 /// The family of the models whose contracts are known.
@@ -36,17 +38,6 @@ const FAMILY: &str = "flux2";
 const DEFAULT_RECIPE: &str = "flux2-klein";
 /// The bundle's folder of tokenizer files.
 const TOKENIZER: &str = "tokenizer";
-
-/// Sequences of passes that store a model as a profile says: of the linear layers' components, and of the decoder, which is
-/// made of convolutions.
-const PROFILES: &[(&str, &[&str], &[&str])] = &[
-    ("f32", &["webgpu"], &["webgpu"]),
-    ("f16", &["f16"], &["f16"]),
-    ("q8", &["f16", "q8"], &["f16"]),
-    ("q4", &["f16", "q4"], &["f16"]),
-];
-/// What graphs go through that keep their weights as they are.
-const UNCHANGED: &[&str] = &["webgpu"];
 
 pub struct ImportRequest<'a> {
     /// Each an `.onnx` file, and its part of the model where the user says it.
@@ -75,16 +66,14 @@ pub fn import(
     let target = Target { out: request.out, force: request.force };
     let files = request.graphs.iter().map(|(_, path)| path.as_path());
     target.check(&files.chain([request.tokenizer]).collect::<Vec<_>>())?;
-    let mut settings = settings(&recipe, request.tokenizer)?;
+    let vae: VaeSection = recipe.section("vae_decoder")?;
+    let pad_id = pad_id(request.tokenizer).map_err(|e| ExportError::Arch(e.into()))?;
     let components = components(request.graphs)?;
-    // Graphs that were traced with a number of rows say so; the recipe's holds for the others.
-    let rows = |name| components.iter().find_map(|(_, model)| fixed_size(&model.graph, name, 1));
-    let rows = ["input_ids", "prompt_embeds", "txt_ids"].into_iter().find_map(rows);
-    settings.text_length = rows.unwrap_or(settings.text_length);
+    let settings = Settings { pad_id, ..settings(&recipe, &vae, &components)? };
     let mut graphs = Vec::new();
     for (role, mut model) in components {
         rewrite(role, &mut model, &storage, settings.text_length, progress)?;
-        for (role, mut model, names) in stages_of(role, model, &recipe)? {
+        for (role, mut model, names) in stages_of(role, model, &vae.cuts)? {
             adapt(&mut model, role, &names).map_err(|e| ExportError::Incomplete(Box::new(e)))?;
             graphs.push((role, model));
         }
@@ -122,122 +111,6 @@ pub fn import(
     Ok(ExportSummary { manifest, bytes })
 }
 
-/// How weights are to be stored.
-struct Storage<'a> {
-    /// Sequences of passes for components of linear layers, and for the decoder.
-    linears: &'static [&'static str],
-    decoder: &'static [&'static str],
-    /// The recipe's say about linear layers.
-    precision: Option<&'a Precision>,
-}
-
-impl<'a> Storage<'a> {
-    fn of(recipe: &'a Recipe, profile: Option<&str>) -> Result<Storage<'a>, ExportError> {
-        let Some(name) = profile else {
-            return Ok(Storage { linears: UNCHANGED, decoder: UNCHANGED, precision: None });
-        };
-        let row = PROFILES.iter().find(|row| row.0 == name);
-        let (_, linears, decoder) = row.ok_or_else(|| ExportError::NoProfile { name: name.to_owned() })?;
-        Ok(Storage { linears, decoder, precision: Some(recipe.profile(name)?) })
-    }
-}
-
-/// Makes a graph lean and fit for WebGPU, and stores its weights as the recipe's profile says.
-fn rewrite(
-    role: Role,
-    model: &mut Model,
-    storage: &Storage<'_>,
-    text_length: usize,
-    progress: &mut dyn FnMut(ExportEvent),
-) -> Result<(), ExportError> {
-    let failed = |source| ExportError::Rewrite { role, source: Box::new(source) };
-    let sequences = if role == Role::Decoder { storage.decoder } else { storage.linears };
-    let linears = storage.precision.map(|precision| linears_of(&precision.component(role.component())));
-    let text_seq = Some(("text_seq".to_owned(), text_length));
-    let is_open = |(name, _): &(String, usize)| symbols(&model.graph).contains(name.as_str());
-    let sizes = text_seq.into_iter().filter(is_open).collect();
-    let settings = passes::Settings { sizes, linears: linears.unwrap_or_default(), ..Default::default() };
-    let passes = passes::sequences(sequences).map_err(failed)?;
-    let reports = passes::apply(model, &passes, &settings).map_err(failed)?;
-    for report in reports.iter().filter(|report| report.pass.name.starts_with("quantize")) {
-        for (why, (count, place)) in report.reasons() {
-            if why != passes::LEFT_OUT {
-                let message = format!("{role}: {count} linear layers are not quantised ({place} ...): {why}");
-                progress(ExportEvent::Warning(message));
-            }
-        }
-    }
-    Ok(())
-}
-
-/// A stage, and by this program's names of its ports those that it has.
-type NamedStage = (Role, Model, Vec<(String, String)>);
-
-/// The stages that a component becomes. A decoder is cut around its attention and where the recipe says, so that the largest
-/// activations stand alone; one that has no such attention stays whole.
-fn stages_of(role: Role, model: Model, recipe: &Recipe) -> Result<Vec<NamedStage>, ExportError> {
-    if role != Role::Decoder {
-        return Ok(vec![(role, model, Vec::new())]);
-    }
-    let failed = |source| ExportError::Rewrite { role, source: Box::new(source) };
-    let split_vae = passes::split_named("split_vae").map_err(failed)?;
-    // Decoders of few levels have no block for every cut.
-    for cuts in [cuts(recipe), Vec::new()] {
-        let split = Splitting { cuts, ..Splitting::default() };
-        let settings = passes::Settings { split, ..Default::default() };
-        let (parts, _) = passes::split(&model, split_vae, &settings).map_err(failed)?;
-        if !parts.is_empty() {
-            return Ok(decoder_stages(parts));
-        }
-    }
-    Ok(vec![(role, model, Vec::new())])
-}
-
-fn cuts(recipe: &Recipe) -> Vec<usize> {
-    let cuts = recipe.sections.get("vae_decoder").and_then(|section| section.get("cuts")?.as_array());
-    let numbers = cuts.into_iter().flatten().filter_map(toml::Value::as_integer);
-    numbers.filter_map(|cut| usize::try_from(cut).ok()).collect()
-}
-
-/// The parts of a decoder in order: before the attention, the attention, and the stages after it.
-fn decoder_stages(parts: Vec<Part>) -> Vec<NamedStage> {
-    let last = parts.len().saturating_sub(3);
-    let stage = |(place, part): (usize, Part)| {
-        let role = match place {
-            0 => Role::DecoderStart,
-            1 => Role::Attention,
-            _ => Role::DecoderEnd { index: place - 2, last: place - 2 == last },
-        };
-        let names = names_between(role, &part.model);
-        (role, part.model, names)
-    };
-    parts.into_iter().enumerate().map(stage).collect()
-}
-
-/// What passes between the stages after the attention has the name of the stage that it comes from.
-fn names_between(role: Role, model: &Model) -> Vec<(String, String)> {
-    let Role::DecoderEnd { index, last } = role else { return Vec::new() };
-    let named = |index, id: Option<&ValueId>| {
-        Some((Role::DecoderEnd { index, last: false }.stage(), model.graph[*id?].name.clone()))
-    };
-    let before = index.checked_sub(1).and_then(|before| named(before, model.graph.inputs.first()));
-    let behind = if last { None } else { named(index, model.graph.outputs.first()) };
-    before.into_iter().chain(behind).collect()
-}
-
-/// Weights for which a recipe has a rule of its own stay in 16 bits. Its patterns are for the checkpoint's names, which
-/// exporters keep as a part of theirs.
-fn linears_of(precision: &Precision) -> Linears {
-    let patterns = precision.rules.iter().map(|rule| rule.pattern.trim_start_matches('^'));
-    Linears {
-        block: precision.block,
-        symmetric: precision.symmetric,
-        accuracy_level: precision.accuracy_level,
-        include: Vec::new(),
-        exclude: patterns.filter_map(|pattern| Regex::new(pattern).ok()).collect(),
-    }
-}
-
 /// Reads the graphs and finds out which part each is: text encoder, transformer, decoder.
 fn components(graphs: &[(Option<Role>, PathBuf)]) -> Result<Vec<(Role, Model)>, ExportError> {
     let mut found: Vec<(Role, Model, &Path)> = Vec::new();
@@ -265,18 +138,21 @@ fn components(graphs: &[(Option<Role>, PathBuf)]) -> Result<Vec<(Role, Model)>, 
     [Role::TextEncoder, Role::Transformer, Role::Decoder].into_iter().map(&mut take).collect()
 }
 
-fn settings(recipe: &Recipe, tokenizer: &Path) -> Result<Settings, ExportError> {
-    let number = |section: &str, key: &str| {
-        let value = recipe.sections.get(section)?.get(key)?.as_integer()?;
-        usize::try_from(value).ok()
-    };
-    let usual = Settings::default();
+/// What the graphs leave open, as the recipe says it. Graphs that were traced with a number of rows of text say that.
+fn settings(
+    recipe: &Recipe,
+    vae: &VaeSection,
+    components: &[(Role, Model)],
+) -> Result<Settings, ExportError> {
+    let text: TextSection = recipe.section("text_encoder")?;
+    let schedule: Schedule = recipe.section("schedule")?;
+    let rows = |name| components.iter().find_map(|(_, model)| fixed_size(&model.graph, name, 1));
+    let rows = ["input_ids", "prompt_embeds", "txt_ids"].into_iter().find_map(rows);
     Ok(Settings {
-        text_length: number("text_encoder", "length").unwrap_or(usual.text_length),
-        attention_rows: number("vae_decoder", "attention_rows").unwrap_or(usual.attention_rows),
-        steps: number("schedule", "steps").unwrap_or(usual.steps),
-        pad_id: pad_id(tokenizer).map_err(|e| ExportError::Arch(e.into()))?,
-        ..usual
+        text_length: rows.unwrap_or(text.length),
+        attention_rows: vae.attention_rows,
+        steps: schedule.steps,
+        ..Settings::default()
     })
 }
 

@@ -98,17 +98,17 @@ impl Constants {
 /// `[text_encoder]` of the recipe.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct TextSection {
+pub(crate) struct TextSection {
     taps: Vec<usize>,
-    length: usize,
+    pub length: usize,
 }
 
 /// `[vae_decoder]` of the recipe.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct VaeSection {
-    cuts: Vec<usize>,
-    attention_rows: usize,
+pub(crate) struct VaeSection {
+    pub cuts: Vec<usize>,
+    pub attention_rows: usize,
 }
 
 /// Sizes of all symbols, from a bundle's parameters: the family's [`super::Architecture::sizes`].
