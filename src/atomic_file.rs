@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{PoisonError, RwLock, RwLockWriteGuard};
 
 use tempfile::{Builder, NamedTempFile};
+use viaduct_export::locked_folder::is_abandoned;
 
 /// Why a file could not be written; the text of the operating system is in the message.
 #[derive(Debug, thiserror::Error)]
@@ -141,8 +142,7 @@ fn remove_abandoned(directory: &Path, prefix: &str) -> io::Result<()> {
     for entry in fs::read_dir(directory)?.flatten() {
         let name = entry.file_name();
         let named = name.as_encoded_bytes().starts_with(prefix.as_bytes()) && is_temporary(&name);
-        let abandoned = || File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok());
-        if named && entry.file_type()?.is_file() && abandoned() {
+        if named && entry.file_type()?.is_file() && is_abandoned(&entry.path()) {
             fs::remove_file(entry.path())?;
         }
     }

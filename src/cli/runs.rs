@@ -4,11 +4,11 @@ use std::{
     collections::BTreeMap,
     env,
     ffi::CString,
-    fs::{self, DirBuilder, File, Permissions},
+    fs::{self, DirBuilder},
     io,
     os::unix::{
         ffi::OsStrExt,
-        fs::{DirBuilderExt, MetadataExt, PermissionsExt},
+        fs::{DirBuilderExt, MetadataExt},
     },
     path::{Path, PathBuf},
     thread,
@@ -17,8 +17,12 @@ use std::{
 use anyhow::Context;
 use sha2::{Digest, Sha256};
 use sysinfo::System;
-use tempfile::TempDir;
-use viaduct_export::{bundle::Bundle, bytes::ByteSize, files::hex};
+use viaduct_export::{
+    bundle::Bundle,
+    bytes::ByteSize,
+    files::hex,
+    locked_folder::{LockedFolder, remove_abandoned},
+};
 
 use super::exit::UsageError;
 use crate::{
@@ -59,15 +63,11 @@ pub fn runs() -> Result<Option<Runs>, UsageError> {
 const EXCHANGE: &str = "exchange-";
 /// Bytes that must be free where that folder lies.
 const LEAST_ROOM: u64 = 256 << 20;
-/// How often a new folder may be taken for an abandoned one before it is locked.
-const ATTEMPTS: usize = 10;
 
 /// A folder for the tensors of this process and its workers. It goes when it is dropped, or with a later run if the
 /// process dies.
 pub struct Exchange {
-    folder: TempDir,
-    /// On the folder, so that nobody takes it for abandoned.
-    _lock: File,
+    folder: LockedFolder,
 }
 
 impl Exchange {
@@ -92,18 +92,9 @@ impl Exchange {
     }
 
     fn create_in(root: &Path) -> io::Result<Exchange> {
-        remove_abandoned(root)?;
+        remove_abandoned(root, |name| name.starts_with(EXCHANGE))?;
         has_room(root)?;
-        for _ in 0..ATTEMPTS {
-            // What is drawn is nobody else's business.
-            let private = Permissions::from_mode(0o700);
-            let folder = tempfile::Builder::new().prefix(EXCHANGE).permissions(private).tempdir_in(root)?;
-            let lock = File::open(folder.path())?;
-            if lock.try_lock().is_ok() && folder.path().exists() {
-                return Ok(Exchange { folder, _lock: lock });
-            }
-        }
-        Err(io::Error::other("the folder vanishes again and again"))
+        Ok(Exchange { folder: LockedFolder::create_in(root, EXCHANGE)? })
     }
 
     pub fn path(&self) -> &Path {
@@ -144,19 +135,6 @@ fn has_room(folder: &Path) -> io::Result<()> {
         0..LEAST_ROOM => Err(io::ErrorKind::StorageFull.into()),
         _ => Ok(()),
     }
-}
-
-/// Removes the folders of runs that were killed. A living one holds a lock on its folder, which the system takes back when
-/// the process ends, however it ends, and whichever processes this one can see.
-fn remove_abandoned(root: &Path) -> io::Result<()> {
-    for entry in fs::read_dir(root)?.flatten() {
-        let named = entry.file_name().to_str().is_some_and(|name| name.starts_with(EXCHANGE));
-        let abandoned = || File::open(entry.path()).is_ok_and(|folder| folder.try_lock().is_ok());
-        if named && entry.file_type()?.is_dir() && abandoned() {
-            let _ = fs::remove_dir_all(entry.path());
-        }
-    }
-    Ok(())
 }
 
 /// What decides the picture. `seed_drawn`: the command names neither seed nor noise.

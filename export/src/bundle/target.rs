@@ -2,13 +2,15 @@
 
 use std::{
     collections::BTreeSet,
-    fs::{self, File},
-    io,
+    fs, io,
     path::{Path, PathBuf},
 };
 
 use super::{ExportError, MANIFEST, Manifest, folder::MAX_COPIED_FILE};
-use crate::files::read_limited;
+use crate::{
+    files::read_limited,
+    locked_folder::{LockedFolder, remove_abandoned},
+};
 
 /// What a folder that is being filled is called, behind the bundle's name; random letters follow.
 const PARTIAL: &str = ".partial-";
@@ -38,7 +40,7 @@ impl Target<'_> {
     }
 
     /// A folder beside the target, so that the final rename stays on one file system.
-    pub fn staging_folder(&self) -> Result<Staging, ExportError> {
+    pub fn staging_folder(&self) -> Result<LockedFolder, ExportError> {
         let parent = match self.out.parent() {
             Some(parent) if !parent.as_os_str().is_empty() => parent,
             _ => Path::new("."),
@@ -50,16 +52,15 @@ impl Target<'_> {
         fs::create_dir_all(parent).map_err(io)?;
         let name = self.out.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
         let prefix = format!(".{name}{PARTIAL}");
-        remove_abandoned(parent, &prefix, self.out.exists()).map_err(io)?;
-        let folder = tempfile::Builder::new().prefix(&prefix).tempdir_in(parent).map_err(io)?;
-        let lock = File::open(folder.path()).map_err(io)?;
-        lock.try_lock().map_err(|e| io(e.into()))?;
-        Ok(Staging { folder, _lock: lock })
+        // A bundle that was being replaced goes only if there is a new one.
+        let replaced = self.out.exists();
+        let left = |name: &str| name.starts_with(&prefix) && (replaced || !name.ends_with(REPLACED));
+        remove_abandoned(parent, left).map_err(io)?;
+        LockedFolder::create_in(parent, &prefix).map_err(io)
     }
 
     /// Moves the finished folder to its name; an old bundle under that name goes only now.
-    pub fn publish(&self, staging: Staging) -> Result<(), ExportError> {
-        let staging = staging.folder;
+    pub fn publish(&self, staging: LockedFolder) -> Result<(), ExportError> {
         let io = |source| ExportError::Io { path: self.out.to_owned(), source };
         make_readable(staging.path()).map_err(io)?;
         if self.force && self.out.exists() {
@@ -80,33 +81,6 @@ impl Target<'_> {
         let _ = staging.keep();
         Ok(())
     }
-}
-
-/// A folder that is being filled; it goes when it is dropped.
-pub(super) struct Staging {
-    folder: tempfile::TempDir,
-    /// On the folder, so that nobody takes it for abandoned.
-    _lock: File,
-}
-
-impl Staging {
-    pub fn path(&self) -> &Path {
-        self.folder.path()
-    }
-}
-
-/// Removes what exports of that name left that were killed. A living one holds a lock on its folder, which the system
-/// takes back when the process ends, however it ends. A bundle that was being replaced goes only if there is a new one.
-fn remove_abandoned(parent: &Path, prefix: &str, replaced: bool) -> io::Result<()> {
-    for entry in fs::read_dir(parent)?.flatten() {
-        let name = entry.file_name();
-        let left = |name: &str| name.starts_with(prefix) && (replaced || !name.ends_with(REPLACED));
-        let abandoned = || io::Result::Ok(File::open(entry.path())?.try_lock().is_ok());
-        if name.to_str().is_some_and(left) && entry.file_type()?.is_dir() && abandoned()? {
-            fs::remove_dir_all(entry.path())?;
-        }
-    }
-    Ok(())
 }
 
 /// `--force` removes a folder, so the folder must be a bundle with nothing of the user's in it.
