@@ -1,8 +1,11 @@
 //! `viaduct rewrite`
 
+mod list;
+mod result;
+
 use std::{
-    collections::{BTreeMap, BTreeSet},
-    fmt, fs,
+    collections::BTreeSet,
+    fs,
     path::{Path, PathBuf},
     time::Instant,
 };
@@ -10,19 +13,20 @@ use std::{
 use anyhow::Context;
 use clap::{Args, ValueEnum};
 use regex::Regex;
-use serde_json::json;
 use viaduct_export::{
     bytes::ByteSize,
-    onnx::{
-        DType, Dim, Graph, Model, ValueId, ValueType, WriteOptions, data_files, read_model, write_model_with,
-    },
+    onnx::{DType, Model, WriteOptions, data_files, read_model, write_model_with},
     passes::{
-        AttentionForm, Linears, PASSES, Part, Pass, Refusal, Report, SEQUENCES, SPLITS, Settings, Split,
-        Splitting, apply, pass, sequences, split, split_named,
+        AttentionForm, Linears, Part, Pass, Refusal, SEQUENCES, Settings, Split, Splitting, apply, pass,
+        sequences, split, split_named,
     },
     quant::BlockFormat,
 };
 
+use self::{
+    list::list,
+    result::{Counts, Rewrite, printable},
+};
 use super::{
     ProgressArguments, dimension, exit::UsageError, model_folder, printer::print, progress::Progress,
 };
@@ -249,106 +253,6 @@ impl Writing<'_> {
     }
 }
 
-/// What was done, to be printed.
-struct Rewrite<'a> {
-    out: &'a Path,
-    before: Counts,
-    after: Counts,
-    reports: Vec<Report>,
-    parts: Option<Cut>,
-    started: Instant,
-}
-
-impl Rewrite<'_> {
-    fn seconds(&self) -> f64 {
-        self.started.elapsed().as_secs_f64()
-    }
-
-    fn json(&self) -> String {
-        let reports: Vec<_> = self.reports.iter().map(report_json).collect();
-        let mut value = json!({
-            "model": self.out.to_string_lossy(), "seconds": self.seconds(), "passes": reports,
-            "before": self.before.json(), "after": self.after.json(),
-        });
-        if let Some(cut) = &self.parts {
-            value["parts"] = cut.parts.iter().map(part_json).collect();
-            value["refused"] = cut.refused.iter().map(refusal_json).collect();
-        }
-        format!("{value}\n")
-    }
-
-    fn table(&self) -> String {
-        let (out, before, after, seconds) = (self.out.display(), &self.before, &self.after, self.seconds());
-        let mut text = if self.reports.is_empty() { String::new() } else { table(&self.reports) };
-        for refusal in self.parts.iter().flat_map(|cut| &cut.refused) {
-            text.push_str(&printable(&format!("not cut at {}: {}\n", refusal.place, refusal.why)));
-        }
-        text.push_str(&format!("{out}: {before} -> {after}, {seconds:.1} s\n"));
-        for part in self.parts.iter().flat_map(|cut| &cut.parts) {
-            text.push_str(&printable(&part_lines(part)));
-        }
-        text
-    }
-}
-
-/// A part in three lines: what it consists of, what it takes and what it gives.
-fn part_lines(part: &Part) -> String {
-    let graph = &part.model.graph;
-    let list = |ids: &[ValueId]| ids.iter().map(|id| port(graph, *id)).collect::<Vec<_>>().join(", ");
-    format!(
-        "  {}.onnx: {}\n    takes {}\n    gives {}\n",
-        part.name,
-        Counts::of(&part.model),
-        list(&graph.inputs),
-        list(&graph.outputs)
-    )
-}
-
-/// `name [1, rows] f32`.
-fn port(graph: &Graph, id: ValueId) -> String {
-    let value = &graph[id];
-    match &value.ty {
-        Some(ValueType::Tensor { dtype, shape: Some(shape) }) => {
-            format!("{} [{}] {}", value.name, dims(shape).join(", "), dtype.name())
-        }
-        _ => value.name.clone(),
-    }
-}
-
-fn dims(shape: &[Dim]) -> Vec<String> {
-    shape.iter().map(ToString::to_string).collect()
-}
-
-fn part_json(part: &Part) -> serde_json::Value {
-    let graph = &part.model.graph;
-    let ports =
-        |ids: &[ValueId]| -> Vec<serde_json::Value> { ids.iter().map(|id| port_json(graph, *id)).collect() };
-    let mut value = Counts::of(&part.model).json();
-    value["name"] = json!(part.name);
-    value["inputs"] = json!(ports(&graph.inputs));
-    value["outputs"] = json!(ports(&graph.outputs));
-    value
-}
-
-fn port_json(graph: &Graph, id: ValueId) -> serde_json::Value {
-    let value = &graph[id];
-    match &value.ty {
-        Some(ValueType::Tensor { dtype, shape }) => {
-            json!({ "name": value.name, "dtype": dtype.name(), "shape": shape.as_deref().map(dims) })
-        }
-        _ => json!({ "name": value.name }),
-    }
-}
-
-fn refusal_json(refusal: &Refusal) -> serde_json::Value {
-    json!({ "place": refusal.place, "why": refusal.why })
-}
-
-/// Names come from files.
-fn printable(text: &str) -> String {
-    text.replace(|c: char| c.is_control() && c != '\n', "\u{fffd}")
-}
-
 /// The passes that were asked for, in order.
 fn chosen(arguments: &Arguments, splits: bool) -> anyhow::Result<Vec<&'static Pass>> {
     let names: Vec<&str> = arguments.passes.iter().map(String::as_str).collect();
@@ -427,94 +331,4 @@ fn check_data(model: &Model, out: &Path, force: bool) -> anyhow::Result<()> {
         }
     }
     Ok(())
-}
-
-/// What a model consists of, for the line that compares it with itself.
-struct Counts {
-    nodes: usize,
-    constant_bytes: u64,
-}
-
-impl Counts {
-    fn of(model: &Model) -> Counts {
-        Counts { nodes: model.graph.nodes().count(), constant_bytes: model.constant_bytes() }
-    }
-
-    fn json(&self) -> serde_json::Value {
-        json!({ "nodes": self.nodes, "constant_bytes": self.constant_bytes })
-    }
-}
-
-impl fmt::Display for Counts {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} nodes, {} of constants", self.nodes, ByteSize(self.constant_bytes))
-    }
-}
-
-fn table(reports: &[Report]) -> String {
-    let width = reports.iter().map(|report| report.pass.name.len()).max().unwrap_or(0).max("pass".len());
-    let mut text = format!("{:width$}  {:>7}  {:>7}  refused because\n", "pass", "matched", "applied");
-    for report in reports {
-        let (name, matched, applied) =
-            (report.pass.name, report.applied + report.refused.len(), report.applied);
-        text.push_str(format!("{name:width$}  {matched:>7}  {applied:>7}  ").trim_end());
-        let indent = width + 2 * (2 + 7) + 2;
-        for (i, (why, (count, place))) in report.reasons().into_iter().enumerate() {
-            let start = if i == 0 { "  ".to_owned() } else { format!("\n{:indent$}", "") };
-            text.push_str(&format!(
-                "{start}{count} x {why} ({place}{})",
-                if count > 1 { ", ..." } else { "" }
-            ));
-        }
-        text.push('\n');
-    }
-    printable(&text)
-}
-
-fn report_json(report: &Report) -> serde_json::Value {
-    let refused: Vec<_> = report.refused.iter().map(refusal_json).collect();
-    let matched = report.applied + report.refused.len();
-    json!({ "pass": report.pass.name, "matched": matched, "applied": report.applied, "refused": refused })
-}
-
-fn list(as_json: bool) -> String {
-    if as_json {
-        let passes: Vec<_> = PASSES
-            .iter()
-            .map(|pass| json!({ "name": pass.name, "what": pass.what, "why": pass.why }))
-            .collect();
-        let sequences: BTreeMap<&str, _> = SEQUENCES
-            .iter()
-            .map(|sequence| {
-                (
-                    sequence.name,
-                    json!({ "what": sequence.what, "after": sequence.after, "passes": sequence.passes }),
-                )
-            })
-            .collect();
-        let splits: Vec<_> = SPLITS
-            .iter()
-            .map(|split| json!({ "name": split.name, "what": split.what, "why": split.why }))
-            .collect();
-        return format!("{}\n", json!({ "passes": passes, "sequences": sequences, "splits": splits }));
-    }
-    let mut text = "Sequences (--passes NAME):\n".to_owned();
-    for sequence in SEQUENCES {
-        text.push_str(&format!(
-            "  {}: {}\n      {}{}\n",
-            sequence.name,
-            sequence.what,
-            sequence.after.map_or(String::new(), |name| format!("{name}, then ")),
-            sequence.passes.join(", ")
-        ));
-    }
-    text.push_str("\nPasses (--pass NAME):\n");
-    for pass in PASSES {
-        text.push_str(&format!("  {}: {}\n      because {}\n", pass.name, pass.what, pass.why));
-    }
-    text.push_str("\nSplits (--split NAME; -o is a folder):\n");
-    for split in SPLITS {
-        text.push_str(&format!("  {}: {}\n      because {}\n", split.name, split.what, split.why));
-    }
-    text
 }
