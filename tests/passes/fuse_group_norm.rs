@@ -79,3 +79,12 @@ fn channels_that_the_groups_do_not_divide_and_other_ranks_are_refused() {
     );
     assert_eq!(refusal(&contrib(8, &[1, 2, 3, 5, 8])), ["its rank is not 3 or 4"]);
 }
+
+#[test]
+fn a_node_without_a_name_is_called_by_its_output() {
+    let mut model = contrib(6, &[1, 3, 5, 6]).model(&["y"]);
+    let (id, _) = model.graph.nodes().next().unwrap();
+    model.graph[id].name.clear();
+    let after = rewrite(&model, &[pass("fuse_group_norm").unwrap()], &Settings::default());
+    assert_eq!(after.reports[0].refused[0].place, "y");
+}

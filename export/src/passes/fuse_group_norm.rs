@@ -42,7 +42,7 @@ enum Kind {
 fn run(model: &mut Model, _: &Settings) -> Result<Outcome, PassError> {
     let mut outcome = Outcome::default();
     let view = View::of(model);
-    let instance = view.nodes("InstanceNormalization").filter_map(|(_, node)| instance(&view, node));
+    let instance = view.nodes("InstanceNormalization").filter_map(|(id, node)| instance(&view, id, node));
     let contrib = view.graph.nodes().filter(|(_, node)| node.is_contrib("GroupNorm"));
     let contrib = contrib.filter_map(|(id, node)| self::contrib(&view, id, node));
     let mut found = Vec::new();
@@ -61,7 +61,7 @@ fn run(model: &mut Model, _: &Settings) -> Result<Outcome, PassError> {
 
 type Found = Result<GroupNorm, (String, &'static str)>;
 
-fn instance(view: &View<'_>, node: &Node) -> Option<Found> {
+fn instance(view: &View<'_>, id: NodeId, node: &Node) -> Option<Found> {
     let facts = view.facts();
     let (grouped, normed) = (node.input(0)?, node.output(0)?);
     let (_, split) = view.made_by(grouped, "Reshape")?;
@@ -74,7 +74,7 @@ fn instance(view: &View<'_>, node: &Node) -> Option<Found> {
         return None;
     }
     let groups = i64::try_from(facts.fixed_dim(grouped, 1)?).ok()?;
-    let (channels, rank) = match checked(view, &node.name, x, 1, groups) {
+    let (channels, rank) = match checked(view, id, x, 1, groups) {
         Ok(sizes) => sizes,
         Err(refusal) => return Some(Err(refusal)),
     };
@@ -90,9 +90,9 @@ fn contrib(view: &View<'_>, root: NodeId, node: &Node) -> Option<Found> {
     let channels_last = node.int("channels_last").unwrap_or(1) != 0;
     let groups = node.int("groups")?;
     let axis = if channels_last { -1 } else { 1 };
-    let (channels, rank) = match checked(view, &node.name, x, axis, groups) {
+    let (channels, rank) = match checked(view, root, x, axis, groups) {
         Ok((channels, 4)) => (channels, 4),
-        Ok(_) => return Some(Err((node.name.clone(), "its rank is not 3 or 4"))),
+        Ok(_) => return Some(Err((view.graph.place(root), "its rank is not 3 or 4"))),
         Err(refusal) => return Some(Err(refusal)),
     };
     let silu = node.int("activation").unwrap_or(0) == 1;
@@ -104,12 +104,12 @@ fn contrib(view: &View<'_>, root: NodeId, node: &Node) -> Option<Found> {
 /// Channels and rank, if a group norm can be written for them.
 fn checked(
     view: &View<'_>,
-    place: &str,
+    id: NodeId,
     x: ValueId,
     axis: i64,
     groups: i64,
 ) -> Result<(i64, usize), (String, &'static str)> {
-    let refuse = |why| Err((place.to_owned(), why));
+    let refuse = |why| Err((view.graph.place(id), why));
     let Some(rank @ (3 | 4)) = view.facts().rank(x) else { return refuse("its rank is not 3 or 4") };
     let channels = view.facts().fixed_dim(x, axis).and_then(|channels| i64::try_from(channels).ok());
     match channels {
