@@ -96,7 +96,7 @@ fn mistakes_leave_nothing_behind() {
     let source = folder.path().join("model.onnx");
     fs::copy(foreign("transformer/legacy.onnx"), &source).unwrap();
     let out = folder.path().join("out.onnx");
-    let cases: [(&Path, &[&str], i32, &str); 8] = [
+    let cases: [(&Path, &[&str], i32, &str); 10] = [
         (&out, &[], 2, "nothing to do: --passes lean|"),
         (&out, &["--passes", "leaner"], 2, "no sequence 'leaner'"),
         (&out, &["--pass", "fuse"], 2, "no pass 'fuse'"),
@@ -106,6 +106,13 @@ fn mistakes_leave_nothing_behind() {
             2,
             "no dimension 'rows' to bind; it has image_seq, text_seq",
         ),
+        (
+            &out,
+            &["--passes", "lean", "--dim", "image_seq=18446744073709551615"],
+            2,
+            "no kernel takes so many; at most 2147483647",
+        ),
+        (&out, &["--passes", "lean", "--dim", "image_seq=2147483648"], 2, "at most 2147483647"),
         (&out, &["--passes", "lean", "--split", "half"], 2, "half"),
         (&source, &["--passes", "lean"], 2, "cannot be rewritten in place"),
         (folder.path(), &["--passes", "lean", "--force"], 2, "is a folder"),

@@ -59,7 +59,7 @@ pub struct Arguments {
     #[arg(long)]
     list: bool,
     /// Bind a size of the graph for good; may be repeated
-    #[arg(long, value_name = "NAME=N", value_parser = dimension)]
+    #[arg(long, value_name = "NAME=N", value_parser = bound)]
     dim: Vec<(String, usize)>,
     /// How attention is written
     #[arg(long, value_enum, default_value_t)]
@@ -115,7 +115,7 @@ struct SplitArguments {
     #[arg(long, value_name = "SIZE", conflicts_with = "at")]
     max_bytes: Option<ByteSize>,
     /// A size of the graph, which stays open, to count bytes for; may be repeated
-    #[arg(long, value_name = "NAME=N", value_parser = dimension)]
+    #[arg(long, value_name = "NAME=N", value_parser = bound)]
     size: Vec<(String, usize)>,
     /// Up blocks of an image decoder that begin a part of their own, counted from 0
     #[arg(long, value_name = "N,...", value_delimiter = ',')]
@@ -271,6 +271,18 @@ fn chosen(arguments: &Arguments, splits: bool) -> anyhow::Result<Vec<&'static Pa
         return Err(UsageError(message).into());
     }
     Ok(passes)
+}
+
+/// Kernels count elements in 32 bits with a sign.
+const LARGEST_SIZE: usize = i32::MAX as usize;
+
+/// `NAME=N`, a size that a graph may have when it runs.
+fn bound(text: &str) -> Result<(String, usize), String> {
+    let (name, size) = dimension(text)?;
+    match size <= LARGEST_SIZE {
+        true => Ok((name, size)),
+        false => Err(format!("no kernel takes so many; at most {LARGEST_SIZE}")),
+    }
 }
 
 /// The size of a block that the format knows.
