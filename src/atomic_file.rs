@@ -9,8 +9,8 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{PoisonError, RwLock, RwLockWriteGuard};
 
-use tempfile::{Builder, NamedTempFile};
-use viaduct_export::locked_folder::is_abandoned;
+use tempfile::NamedTempFile;
+use viaduct_export::locked_file;
 
 /// Why a file could not be written; the text of the operating system is in the message.
 #[derive(Debug, thiserror::Error)]
@@ -44,8 +44,6 @@ static WRITES: RwLock<()> = RwLock::new(());
 const TEMPORARY: &str = ".viaduct-";
 /// How it ends.
 const PARTIAL: &str = ".partial";
-/// How often a new temporary file may be taken for an abandoned one before it is locked.
-const ATTEMPTS: usize = 10;
 
 /// Whether a file of that name is one that is being written, or was when its process died.
 pub fn is_temporary(name: &OsStr) -> bool {
@@ -120,33 +118,11 @@ fn create_in(directory: &Path, name: Option<&str>) -> io::Result<NamedTempFile> 
         Some(name) => format!("{TEMPORARY}{name}-"),
         None => TEMPORARY.to_owned(),
     };
-    let mut builder = Builder::new();
-    builder.prefix(&prefix).suffix(PARTIAL);
     if name.is_some() {
-        remove_abandoned(directory, &prefix)?;
+        let named = |file: &OsStr| file.as_encoded_bytes().starts_with(prefix.as_bytes());
+        locked_file::remove_abandoned(directory, |file| named(file) && is_temporary(file))?;
     }
-    // The default of 0600 would survive the rename; this leaves the rest to the umask, as for any new file.
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    for _ in 0..ATTEMPTS {
-        let file = builder.tempfile_in(directory)?;
-        if file.as_file().try_lock().is_ok() && file.path().exists() {
-            return Ok(file);
-        }
-    }
-    Err(io::Error::other("the temporary file vanishes again and again"))
-}
-
-/// Removes temporary files on which no process has a lock. Those that cannot be opened are left alone.
-fn remove_abandoned(directory: &Path, prefix: &str) -> io::Result<()> {
-    for entry in fs::read_dir(directory)?.flatten() {
-        let name = entry.file_name();
-        let named = name.as_encoded_bytes().starts_with(prefix.as_bytes()) && is_temporary(&name);
-        if named && entry.file_type()?.is_file() && is_abandoned(&entry.path()) {
-            fs::remove_file(entry.path())?;
-        }
-    }
-    Ok(())
+    locked_file::create_in(directory, &prefix, PARTIAL)
 }
 
 fn persist(temporary: NamedTempFile, path: &Path, existing: Existing) -> Result<(), FileError> {

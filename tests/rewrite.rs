@@ -129,6 +129,28 @@ fn mistakes_leave_nothing_behind() {
     assert_eq!(files(folder.path()), ["model.onnx"]);
 }
 
+/// What killed rewrites left goes with the next one to the same place; what living ones fill stays.
+#[test]
+fn killed_rewrites_are_cleared_away() {
+    let folder = scratch();
+    let path = |name: &str| folder.path().join(name);
+    let names = [".viaduct-dead.part", ".viaduct-alive.part", ".others.part"];
+    names.iter().for_each(|name| fs::write(path(name), "half").unwrap());
+    let folders = [".stages.partial-dead", ".stages.partial-alive", ".other.partial-dead"];
+    folders.iter().for_each(|name| fs::create_dir(path(name)).unwrap());
+    let locks = [names[1], folders[1]].map(|name| File::open(path(name)).unwrap());
+    locks.iter().for_each(|lock| lock.lock().unwrap());
+    rewrite(&foreign("transformer/legacy.onnx"), &path("m.onnx"), &["--passes", "lean"]).assert().success();
+    assert_eq!(names.map(|name| path(name).exists()), [false, true, true]);
+    let options = ["--passes", "lean", "--split", "split_vae"];
+    rewrite(&foreign("vae/legacy.onnx"), &path("stages"), &options).assert().success();
+    assert_eq!(folders.map(|name| path(name).exists()), [false, true, true]);
+    // Models that were to be replaced are not lost with the folder that was to replace them.
+    fs::rename(path("stages"), path(".stages.partial-old.replaced")).unwrap();
+    rewrite(&foreign("vae/legacy.onnx"), &path("stages"), &options).assert().success();
+    assert!(path(".stages.partial-old.replaced").exists());
+}
+
 /// Data files are not written over: others' without --force, the source's own never.
 #[test]
 fn data_of_others_stays() {

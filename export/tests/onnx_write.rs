@@ -325,3 +325,30 @@ proptest! {
         let _ = read_model_bytes(bytes.into(), None);
     }
 }
+
+/// Files of killed processes are told from those of living ones by a lock.
+#[test]
+fn abandoned_files_go_with_the_next_write_and_living_ones_stay() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = model(|graph| {
+        graph.add_constant("w", Tensor::from_f32(&[5000], &[1.0; 5000]));
+    });
+    let path = |name: &str| folder.path().join(name);
+    fs::write(path(".others.part"), "theirs").unwrap();
+    let mut seen = None;
+    write_model_with(&model, &path("m.onnx"), &WriteOptions::default(), &mut |_| {
+        let parts = files(folder.path()).into_iter().filter(|name| name.ends_with(".part"));
+        let own = parts.filter(|name| !name.starts_with(".others")).collect::<Vec<_>>();
+        let [living] = &own[..] else { panic!("{own:?}") };
+        let (start, _) = living.rsplit_once('-').unwrap();
+        let dead = format!("{start}-killed.part");
+        fs::copy(path(living), path(&dead)).unwrap();
+        write_model(&model, &path("n.onnx"), &WriteOptions::default()).unwrap();
+        assert!(path(living).exists() && !path(&dead).exists());
+        seen = Some(living.clone());
+    })
+    .unwrap();
+    assert!(seen.is_some());
+    let expected = [".others.part", "m-00000.data", "m.onnx", "n-00000.data", "n.onnx"];
+    assert_eq!(files(folder.path()), expected);
+}

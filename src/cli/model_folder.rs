@@ -1,13 +1,11 @@
 //! A folder of models that is there as a whole or not at all.
 
-use std::{
-    fs, io,
-    path::{Path, PathBuf},
-};
+use std::{fs, path::Path};
 
 use viaduct_export::{
     onnx::{WriteOptions, write_model_with},
     passes::Part,
+    staged_folder::{StagedFolder, folder_of},
 };
 
 use crate::atomic_file::FileError;
@@ -24,8 +22,7 @@ pub fn check_target(source: &Path, out: &Path, force: bool) -> Result<(), FileEr
     if !force {
         return Err(FileError::Exists(out.to_owned()));
     }
-    let folder = source.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let inside = fs::canonicalize(folder).ok().zip(fs::canonicalize(out).ok());
+    let inside = fs::canonicalize(folder_of(source)).ok().zip(fs::canonicalize(out).ok());
     if inside.is_some_and(|(folder, out)| folder.starts_with(out)) {
         return Err(FileError::SourceInside(out.to_owned()));
     }
@@ -41,30 +38,14 @@ pub fn check_target(source: &Path, out: &Path, force: bool) -> Result<(), FileEr
 }
 
 /// Writes each part to `<part>.onnx` and its data beside it. The folder appears when all are complete; one of that name
-/// goes only then.
-pub fn write(parts: &[Part], out: &Path, progress: &mut dyn FnMut(u64)) -> anyhow::Result<()> {
+/// goes only then, and if it may.
+pub fn write(parts: &[Part], out: &Path, force: bool, progress: &mut dyn FnMut(u64)) -> anyhow::Result<()> {
     let failed = |source| FileError::Write { path: out.to_owned(), source };
-    let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    fs::create_dir_all(parent).map_err(failed)?;
-    let staging = tempfile::Builder::new().prefix(".viaduct-parts").tempdir_in(parent).map_err(failed)?;
-    let folder = staging.path().join("parts");
-    fs::create_dir(&folder).map_err(failed)?;
+    let staging = StagedFolder::create(out).map_err(failed)?;
     for part in parts {
-        let path = folder.join(format!("{}.onnx", part.name));
+        let path = staging.path().join(format!("{}.onnx", part.name));
         write_model_with(&part.model, &path, &WriteOptions::default(), progress)?;
     }
-    publish(&folder, out, staging.path().join("replaced")).map_err(failed)?;
+    staging.publish(force).map_err(failed)?;
     Ok(())
-}
-
-/// What is replaced goes with the temporary folder.
-fn publish(folder: &Path, out: &Path, replaced: PathBuf) -> io::Result<()> {
-    if fs::symlink_metadata(out).is_err() {
-        return fs::rename(folder, out);
-    }
-    fs::rename(out, &replaced)?;
-    fs::rename(folder, out).inspect_err(|_| {
-        // Better the old one than none.
-        let _ = fs::rename(&replaced, out);
-    })
 }

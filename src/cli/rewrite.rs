@@ -196,7 +196,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let parts = chosen_split.map(|chosen| cut(&model, chosen, &settings)).transpose()?;
     let mut writing = Writing { progress: &mut progress, done: 0, total: 0 };
     match &parts {
-        Some(parts) => writing.parts(&parts.parts, out)?,
+        Some(parts) => writing.parts(&parts.parts, out, arguments.force)?,
         None => writing.model(&model, out)?,
     }
     drop(progress);
@@ -241,9 +241,9 @@ impl Writing<'_> {
         Ok(())
     }
 
-    fn parts(&mut self, parts: &[Part], out: &Path) -> anyhow::Result<()> {
+    fn parts(&mut self, parts: &[Part], out: &Path, force: bool) -> anyhow::Result<()> {
         self.total = parts.iter().map(|part| part.model.constant_bytes()).sum();
-        model_folder::write(parts, out, &mut |bytes| self.wrote(bytes))
+        model_folder::write(parts, out, force, &mut |bytes| self.wrote(bytes))
     }
 
     fn wrote(&mut self, bytes: u64) {

@@ -1,8 +1,9 @@
 //! Files under construction: written to a temporary name, hashed on the way, and given their names together at the end.
 
 use std::{
+    ffi::OsStr,
     fs::{self, File},
-    io::{self, Write},
+    io::Write,
     path::{Path, PathBuf},
     thread,
 };
@@ -11,6 +12,7 @@ use sha2::{Digest, Sha256};
 use tempfile::NamedTempFile;
 
 use super::write::{FileSummary, WriteError};
+use crate::locked_file;
 
 /// Tensors of at least this size start on a page, which is what ONNX asks for so that they can be mapped.
 const PAGE: u64 = 4096;
@@ -20,6 +22,18 @@ const CACHE_LINE: u64 = 64;
 
 /// A thread of its own is worth its start from here on.
 const HASHED_ASIDE_FROM: usize = 1 << 20;
+
+/// How the name of a file begins that does not have its own yet, and how it ends.
+const TEMPORARY: [&str; 2] = [".viaduct-", ".part"];
+
+/// Removes files that killed processes were writing into `folder`. Nothing is lost with one that stays: the write goes on.
+pub(super) fn remove_abandoned(folder: &Path) {
+    let is_ours = |name: &OsStr| {
+        let [start, end] = TEMPORARY.map(str::as_bytes);
+        name.as_encoded_bytes().starts_with(start) && name.as_encoded_bytes().ends_with(end)
+    };
+    let _ = locked_file::remove_abandoned(folder, is_ours);
+}
 
 /// One file that does not have its name yet. Dropped, it leaves nothing behind.
 pub(super) struct Output {
@@ -33,20 +47,10 @@ pub(super) struct Output {
 impl Output {
     pub fn create(folder: &Path, name: String) -> Result<Output, WriteError> {
         let path = folder.join(&name);
-        // `tempfile` adds its random path to errors, which would only confuse.
-        let mut code = None;
-        let open = |path: &Path| {
-            // Not private, as temporary files are by default, but as readable as any other file.
-            let opened = File::options().write(true).create_new(true).open(path);
-            opened.inspect_err(|error| code = error.raw_os_error())
-        };
-        match tempfile::Builder::new().prefix(".").suffix(".part").make_in(folder, open) {
-            Ok(temporary) => Ok(Output { name, path, temporary, hash: Sha256::new(), bytes: 0 }),
-            Err(error) => {
-                let source = code.map_or(error, io::Error::from_raw_os_error);
-                Err(WriteError::Io { file: path, source })
-            }
-        }
+        let [start, end] = TEMPORARY;
+        let created = locked_file::create_in(folder, start, end);
+        let temporary = created.map_err(|source| WriteError::Io { file: path.clone(), source })?;
+        Ok(Output { name, path, temporary, hash: Sha256::new(), bytes: 0 })
     }
 
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), WriteError> {

@@ -19,10 +19,11 @@ use super::{
     node::Attribute,
     proto::{StringStringEntryProto, TensorProto, tensor_proto::DataLocation},
     read::PROTOBUF_LIMIT,
-    shards::{Output, Place, Shards},
+    shards::{Output, Place, Shards, remove_abandoned},
     tensor::{Bytes, Compute, ComputeError, DType, Tensor},
     validate::GraphError,
 };
+use crate::staged_folder::folder_of;
 
 /// How a model is laid out in files.
 #[derive(Clone, Debug)]
@@ -90,7 +91,8 @@ pub enum WriteError {
 /// Writes a model to `path`, and its larger initializers to `<stem>-00000.data`, `<stem>-00001.data`, ... beside it.
 ///
 /// Weights are streamed: memory holds one computed group of tensors at a time, whatever the size of the model. The
-/// files get their names when all are complete, the graph file last. Equal models give equal files.
+/// files get their names when all are complete, the graph file last. Equal models give equal files. What killed processes
+/// left in the folder of files that they were writing is removed.
 pub fn write_model(model: &Model, path: &Path, options: &WriteOptions) -> Result<WriteSummary, WriteError> {
     write_model_with(model, path, options, &mut |_| ())
 }
@@ -109,8 +111,9 @@ pub fn write_model_with(
         path.file_name().and_then(|name| name.to_str()).ok_or_else(|| bad_name("it is not UTF-8 text"))?;
     let stem = Path::new(name).file_stem().and_then(|stem| stem.to_str()).unwrap_or(name);
     check_location(&Shards::name(stem, 0)).map_err(bad_name)?;
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder = folder_of(path);
 
+    remove_abandoned(folder);
     let mut shards = Shards::new(folder, stem, options.shard_bytes);
     let mut placed = Placed { stem, places: HashMap::new(), inline: HashMap::new() };
     let mut shared = HashMap::new();
@@ -156,7 +159,7 @@ pub fn model_bytes(model: &Model) -> Result<Vec<u8>, WriteError> {
 /// Data files beside `path` that a model written there would replace, or leave without one that refers to them.
 pub fn data_files(path: &Path) -> Vec<PathBuf> {
     let Some(stem) = path.file_stem().and_then(|stem| stem.to_str()) else { return Vec::new() };
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder = folder_of(path);
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let named =
         entries.filter(|entry| entry.file_name().to_str().is_some_and(|name| Shards::is_name(name, stem)));
