@@ -621,6 +621,14 @@ fn noise() {
             &["[1, 16, 4, 1]", "32x32 needs [1, 16, 2, 2]"],
         ),
         with("no axes", npy("<f4", "False", "()", &zeros[..4]), 2, &["shape []"]),
+        // Before anything is planned or opened.
+        case(
+            "wrong shape and no memory",
+            "generate -b b -p cat --size 32x32 --ep cpu -o out.png --noise n.npy --budget 1MiB",
+            move |d| put(&d.join("n.npy"), npy("<f4", "False", "(1, 16, 4, 1)", &zeros)),
+            2,
+            &["32x32 needs [1, 16, 2, 2]"],
+        ),
         with("not a number", npy("<f4", "False", "(1, 16, 2, 2)", &[0xFF; 256]), 1, &["n.npy", "NaN"]),
         with("no npy", b"PK\x03\x04".to_vec(), 1, &["n.npy: not a .npy file"]),
         with("empty", Vec::new(), 1, &["n.npy"]),

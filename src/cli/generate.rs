@@ -300,7 +300,9 @@ fn request(arguments: &Arguments, flux2: &Flux2<'_>) -> anyhow::Result<Request> 
         }
         None => Noise::Seed(arguments.seed.unwrap_or_else(random_seed)),
     };
-    Ok(Request { prompt: arguments.prompt.clone(), size, steps, noise })
+    let request = Request { prompt: arguments.prompt.clone(), size, steps, noise };
+    flux2.check(&request)?;
+    Ok(request)
 }
 
 /// A seed that fits every program that reads it: 32 bits.

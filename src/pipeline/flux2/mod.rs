@@ -150,8 +150,20 @@ impl<'a> Flux2<'a> {
         self.form.sizes(size, steps, halvings)
     }
 
+    /// Refuses a request that no run can fulfil.
+    pub fn check(&self, request: &Request) -> Result<(), Flux2Error> {
+        let Noise::Given(noise) = &request.noise else { return Ok(()) };
+        let expected = self.noise_shape(request.size);
+        if noise.shape != expected {
+            let found = noise.shape.clone();
+            return Err(Flux2Error::Noise { found, expected: expected.to_vec(), size: request.size });
+        }
+        Ok(())
+    }
+
     /// Draws one picture: [1,3,H,W] in -1..1, as the decoder leaves it.
     pub fn draw(&self, request: &Request, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
+        self.check(request)?;
         let prompt = self.tokenize(&request.prompt, run)?;
         let decoding = match self.kept_decoding(request.size, run)? {
             Some(decoding) => decoding,
@@ -183,7 +195,7 @@ impl<'a> Flux2<'a> {
         let (done, latents) = match begun {
             Some(begun) => begun,
             None => {
-                let noise = run.watch.boundary("noise_nchw", self.noise(request)?);
+                let noise = run.watch.boundary("noise_nchw", self.noise(request));
                 (0, pack_latents(&noise)?)
             }
         };
@@ -273,20 +285,17 @@ impl<'a> Flux2<'a> {
         Ok(latents)
     }
 
-    fn noise(&self, request: &Request) -> Result<HostTensor, Flux2Error> {
-        let channels = self.form.channels();
-        let [rows, columns] = request.size.grid();
+    fn noise(&self, request: &Request) -> HostTensor {
+        let [_, channels, rows, columns] = self.noise_shape(request.size);
         match &request.noise {
-            Noise::Seed(seed) => Ok(draw_latents(*seed, channels, rows, columns)),
-            Noise::Given(noise) => {
-                let expected = vec![1, channels, rows, columns];
-                if noise.shape != expected {
-                    let found = noise.shape.clone();
-                    return Err(Flux2Error::Noise { found, expected, size: request.size });
-                }
-                Ok(HostTensor::f32(&expected, noise.to_f32()))
-            }
+            Noise::Seed(seed) => draw_latents(*seed, channels, rows, columns),
+            Noise::Given(noise) => HostTensor::f32(&noise.shape, noise.to_f32()),
         }
+    }
+
+    fn noise_shape(&self, size: Size) -> [usize; 4] {
+        let [rows, columns] = size.grid();
+        [1, self.form.channels(), rows, columns]
     }
 
     /// Opens a stage and says so; the values of its graph that have a reference name are exposed if the probe asks.
