@@ -3,7 +3,7 @@
 
 mod support;
 
-use std::{fs, path::Path};
+use std::{collections::BTreeMap, fs, path::Path};
 
 use serde_json::{Value, json};
 use support::{
@@ -13,6 +13,7 @@ use support::{
     webgpu::webgpu,
 };
 use viaduct::{pipeline::image::psnr, tensor::HostTensor};
+use viaduct_export::onnx::{ValueId, read_model};
 
 const FIXTURE: &str = "flux2-a";
 /// One step of a picture's bytes.
@@ -237,6 +238,29 @@ fn assembled_graphs_are_stored_as_the_profile_says() {
         let told: Value = serde_json::from_slice(&command.assert().success().get_output().stdout).unwrap();
         assert!(told["operators"][operator].as_u64() > Some(0), "{told}");
     }
+}
+
+/// Linear layers of a transformer: how many have so many bits, none for those that are not quantised.
+fn bits(bundle: &Bundle) -> BTreeMap<Option<i64>, usize> {
+    let model = read_model(&bundle.path().join("transformer.onnx")).unwrap();
+    let constant = |id: &Option<ValueId>| id.is_some_and(|id| model.graph[id].constant.is_some());
+    let mut bits = BTreeMap::new();
+    for (_, node) in model.graph.nodes().filter(|(_, node)| node.inputs.get(1).is_some_and(constant)) {
+        if ["MatMul", "MatMulNBits"].contains(&node.op_type.as_str()) {
+            *bits.entry(node.int("bits")).or_default() += 1;
+        }
+    }
+    bits
+}
+
+#[test]
+fn rules_of_the_recipe_hold_for_assembled_graphs() {
+    let checkpoint = Checkpoint::of_fixture(FIXTURE);
+    // 4 of modulation, 2 of time; 2 embedders and the projection at the end.
+    let Some(bundle) = assembled(&checkpoint, &["--profile", "q4"]) else { return };
+    assert_eq!(bits(&bundle), BTreeMap::from([(None, 3), (Some(8), 6), (Some(4), 16)]));
+    let Some(bundle) = assembled(&checkpoint, &["--profile", "q8"]) else { return };
+    assert_eq!(bits(&bundle), BTreeMap::from([(None, 9), (Some(8), 16)]));
 }
 
 #[test]

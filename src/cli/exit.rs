@@ -95,7 +95,6 @@ fn export_code(error: &ExportError) -> Option<u8> {
         ExportError::Exists { .. } | ExportError::NotReplaceable { .. } | ExportError::NoName { .. } => {
             Some(USAGE)
         }
-        ExportError::NoProfile { .. } => Some(USAGE),
         ExportError::UnknownPart { .. } | ExportError::PartTwice { .. } | ExportError::NoPart { .. } => {
             Some(USAGE)
         }

@@ -297,9 +297,9 @@ fn settings(arguments: &Arguments) -> Settings {
     let linears = Linears {
         block: *block,
         symmetric: *symmetric,
-        include: include.clone(),
-        exclude: exclude.clone(),
         accuracy_level: *accuracy_level,
+        include: include.clone(),
+        rules: exclude.iter().map(|name| (name.clone(), None)).collect(),
     };
     let attention = match arguments.attention {
         Attention::Fused => AttentionForm::Fused,

@@ -87,13 +87,50 @@ fn rules_look_at_the_weight_and_the_node() {
         let rules = |text: &str| Some(text).filter(|t| !t.is_empty()).map(|t| regex::Regex::new(t).unwrap());
         let linears = Linears {
             include: rules(include).into_iter().collect(),
-            exclude: rules(exclude).into_iter().collect(),
+            rules: rules(exclude).map(|name| (name, None)).into_iter().collect(),
             ..Linears::default()
         };
         let settings = Settings { linears, ..Settings::default() };
         let after = rewrite(&model, &[pass("quantize_matmul_q8").unwrap()], &settings);
         assert_eq!(after.applied(), applied, "{include} without {exclude}");
         assert_eq!(after.refusals().values().sum::<usize>(), 2 - applied);
+    }
+}
+
+#[test]
+fn rules_say_the_bits_and_the_first_that_matches_counts() {
+    let mut net = net();
+    for (name, seed) in [("mod.1", 1), ("mod.2", 2), ("proj", 3)] {
+        net.float(name, &[K, N], &noise(seed, N * K)).node("MatMul", &["x", name], &format!("{name}/y"), &[]);
+    }
+    let rules = [("2$", None), ("^mod", Some(8))];
+    let rules = rules.map(|(name, bits)| (regex::Regex::new(name).unwrap(), bits)).to_vec();
+    let settings = Settings { linears: Linears { rules, ..Linears::default() }, ..Settings::default() };
+    let model = net.model(&["mod.1/y", "mod.2/y", "proj/y"]);
+    let after = rewrite(&model, &[pass("quantize_matmul_q4").unwrap()], &settings);
+    let graph = &after.model.graph;
+    let bits: Vec<_> = graph.nodes().map(|(_, node)| node.int("bits")).collect();
+    assert_eq!(bits, [Some(8), None, Some(4)]);
+    // Eight bits have no zero points.
+    let operands: Vec<_> = graph.nodes().map(|(_, node)| node.inputs.len()).collect();
+    assert_eq!(operands, [3, 2, 4]);
+}
+
+/// The layer is named; the others are quantised, and the model can be written.
+#[test]
+fn a_weight_that_is_not_finite_stays_as_it_is() {
+    for (dtype, value) in [(DType::F32, f32::NAN), (DType::F32, f32::MAX), (DType::F16, f32::INFINITY)] {
+        let mut net = Net::new(dtype);
+        let mut broken = noise(1, N * K);
+        broken[700] = value;
+        net.x("x", &[5, K]).float("bad", &[K, N], &broken).float("good", &[K, N], &noise(2, N * K));
+        net.node("MatMul", &["x", "bad"], "y1", &[]).node("MatMul", &["x", "good"], "y2", &[]);
+        let after =
+            rewrite(&net.model(&["y1", "y2"]), &[pass("quantize_matmul_q8").unwrap()], &Settings::default());
+        assert_eq!(after.operators().into_iter().collect::<Vec<_>>(), [("MatMul", 1), ("MatMulNBits", 1)]);
+        let [refusal] = &after.reports[0].refused[..] else { panic!("{:?}", after.reports) };
+        assert_eq!(refusal.place, "MatMul_y1");
+        assert_eq!(refusal.why, "its weight is not finite, or too large for a scale");
     }
 }
 

@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use self::stages::{Storage, rewrite, stages_of};
+use self::stages::{rewrite, stages_of};
 use super::{
     Bundle, ExportError, ExportEvent, ExportSummary, FORMAT, Manifest, Origin,
     folder::{FolderWriter, write_manifest},
@@ -46,7 +46,7 @@ pub struct ImportRequest<'a> {
     pub tokenizer: &'a Path,
     pub out: &'a Path,
     pub recipe: Option<&'a str>,
-    /// How weights are stored, f32, f16, q8 or q4; as they are if absent.
+    /// How weights are stored: a profile of the recipe; as they are if absent.
     pub profile: Option<&'a str>,
     /// Recipe values to change, by dotted key.
     pub set: &'a [(String, String)],
@@ -62,7 +62,7 @@ pub fn import(
     let name = request.recipe.unwrap_or(DEFAULT_RECIPE);
     let recipe = Recipe::named(name, request.set)?;
     progress(ExportEvent::Recipe { name: recipe.name.clone(), origin: format!("'{name}'") });
-    let storage = Storage::of(&recipe, request.profile)?;
+    let profile = request.profile.map(|name| recipe.profile(name)).transpose()?;
     let target = Target { out: request.out, force: request.force };
     let files = request.graphs.iter().map(|(_, path)| path.as_path());
     target.check(&files.chain([request.tokenizer]).collect::<Vec<_>>())?;
@@ -72,7 +72,8 @@ pub fn import(
     let settings = Settings { pad_id, ..settings(&recipe, &vae, &components)? };
     let mut graphs = Vec::new();
     for (role, mut model) in components {
-        rewrite(role, &mut model, &storage, settings.text_length, progress)?;
+        let precision = profile.map(|profile| profile.component(role.component()));
+        rewrite(role, &mut model, precision.as_ref(), settings.text_length, progress)?;
         for (role, mut model, names) in stages_of(role, model, &vae.cuts)? {
             adapt(&mut model, role, &names).map_err(|e| ExportError::Incomplete(Box::new(e)))?;
             graphs.push((role, model));

@@ -60,8 +60,6 @@ pub enum ExportError {
     Contract { path: PathBuf, source: Box<ContractError> },
     #[error("the graphs do not make a model: {0}")]
     Incomplete(Box<ContractError>),
-    #[error("profile '{name}': graphs can be stored as f32, f16, q8 or q4")]
-    NoProfile { name: String },
     #[error("{role}: {source}")]
     Rewrite { role: Role, source: Box<PassError> },
     #[error(

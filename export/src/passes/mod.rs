@@ -2,7 +2,7 @@
 //!
 //! A pass looks at the main graph of a model, rewrites what it knows, and says what it left alone and why. Most passes
 //! put new nodes in the place of the last node of a pattern; what nothing uses any more is dropped by the runner. Nothing
-//! here reads a weight's bytes: passes make lazy tensors, so that a model of any size is rewritten in constant memory.
+//! here keeps a weight's bytes: passes make lazy tensors, so that a model of any size is rewritten in constant memory.
 
 mod attention;
 mod bind_sizes;
@@ -58,7 +58,7 @@ pub use decompose_attention::{MAX_SLICES, MultiHead, Written};
 pub use facts::Facts;
 pub use outcome::{Outcome, Refusal};
 pub use part::Part;
-pub use quantize_matmul::LEFT_OUT;
+pub use quantize_matmul::{LEFT_OUT, Q8 as QUANTIZE_MATMUL_Q8};
 pub use replacement::Replacement;
 pub use run::{PassError, Report, apply, split};
 pub use settings::{AttentionForm, Linears, Settings, Splitting};

@@ -3,10 +3,12 @@
 //! Before: `MatMul(x, W)` with W [K, N], `MatMul(x, Transpose(W))` with W [N, K], `Gemm(x, W, bias)` with or without
 //! `transB`. After: com.microsoft `MatMulNBits(x, codes, scales[, zero points][, bias])`. A weight that several nodes use is
 //! stored once. The scales have the type of x, as the kernels ask for. Rules about names look at the weight's and the
-//! node's: where an exporter has transposed a weight, only the node's still tells what it is.
+//! node's: where an exporter has transposed a weight, only the node's still tells what it is. A rule may ask for another
+//! number of bits.
 //!
-//! Refused: weights that a rule leaves out, or that are not float matrices; products whose first operand is the constant;
-//! operands whose type is not known to be f32 or f16; a Gemm that scales or transposes more than its weight.
+//! Refused: weights that a rule leaves out, that are not float matrices, or that hold what no scale fits; products whose
+//! first operand is the constant; operands whose type is not known to be f32 or f16; a Gemm that scales or transposes more
+//! than its weight.
 
 use std::collections::HashMap;
 
@@ -40,6 +42,7 @@ struct Product {
     /// Type of x and of the result.
     dtype: DType,
     weight: Weight,
+    bits: u8,
     bias: Option<ValueId>,
     output: ValueId,
 }
@@ -53,16 +56,16 @@ struct Weight {
 
 fn run(model: &mut Model, linears: &Linears, bits: u8) -> Result<Outcome, PassError> {
     let mut outcome = Outcome::default();
-    let products = products(&View::of(model), linears, &mut outcome);
-    let mut stored: HashMap<(Weight, DType), Vec<ValueId>> = HashMap::new();
+    let products = products(&View::of(model), linears, bits, &mut outcome);
+    let mut stored: HashMap<(Weight, BlockFormat), Vec<ValueId>> = HashMap::new();
     for product in &products {
         let format = BlockFormat {
-            bits,
+            bits: product.bits,
             block: linears.block,
-            symmetric: bits == 8 || linears.symmetric,
+            symmetric: product.bits == 8 || linears.symmetric,
             scale: product.dtype,
         };
-        let key = (product.weight, product.dtype);
+        let key = (product.weight, format);
         let name = model.graph[product.weight.value].name.clone();
         let tensor = model.graph[product.weight.value].constant.clone();
         let Some((tensor, [n, k])) = tensor.and_then(|tensor| matrix(tensor, product.weight.turned)) else {
@@ -127,14 +130,22 @@ fn matrix(tensor: Tensor, turned: bool) -> Option<(Tensor, [usize; 2])> {
     Some((tensor, if turned { [columns, rows] } else { [rows, columns] }))
 }
 
-fn products(view: &View<'_>, linears: &Linears, outcome: &mut Outcome) -> Vec<Product> {
+fn products(view: &View<'_>, linears: &Linears, bits: u8, outcome: &mut Outcome) -> Vec<Product> {
     let mut products = Vec::new();
+    let mut checked = HashMap::new();
+    let mut fits = |weight: ValueId| {
+        let tensor = view.constant(weight);
+        *checked.entry(weight).or_insert_with(|| tensor.is_some_and(quant::fits_blocks))
+    };
     for (id, node) in view.graph.nodes() {
         if !node.is("MatMul") && !node.is("Gemm") {
             continue;
         }
-        match product(view, id, node, linears) {
-            Ok(Some(product)) => products.push(product),
+        match product(view, id, node, linears, bits) {
+            Ok(Some(product)) if fits(product.weight.value) => products.push(product),
+            Ok(Some(_)) => {
+                outcome.refuse(view.graph.place(id), "its weight is not finite, or too large for a scale")
+            }
             Ok(None) => {}
             Err(why) => outcome.refuse(view.graph.place(id), why),
         }
@@ -148,16 +159,25 @@ fn product(
     id: NodeId,
     node: &Node,
     linears: &Linears,
+    usual: u8,
 ) -> Result<Option<Product>, &'static str> {
     let (Some(x), Some(matrix), Some(output)) = (node.input(0), node.input(1), node.output(0)) else {
         return Ok(None);
     };
     let gemm = node.is("Gemm");
     let straight = gemm && node.int("transB").unwrap_or(0) != 0;
-    let Some(weight) = weight(view, matrix, straight) else {
-        let other = view.constant(x).is_some_and(|tensor| tensor.shape.len() >= 2);
-        return if other { Err("its constant is the first operand") } else { Ok(None) };
+    let bits = |constant: ValueId| {
+        let names = [view.graph[constant].name.as_str(), &node.name];
+        linears.bits(&names, usual).ok_or(LEFT_OUT)
     };
+    let Some(weight) = weight(view, matrix, straight) else {
+        if view.constant(x).is_none_or(|tensor| tensor.shape.len() < 2) {
+            return Ok(None);
+        }
+        bits(x)?;
+        return Err("its constant is the first operand");
+    };
+    let bits = bits(weight.value)?;
     let tensor = view.constant(weight.value).ok_or("its weight is no constant")?;
     if tensor.shape.len() != 2 || tensor.shape.contains(&0) {
         return Err("its weight is not a matrix");
@@ -165,15 +185,12 @@ fn product(
     if !matches!(tensor.dtype, DType::F32 | DType::F16 | DType::BF16) {
         return Err("its weight is not of f32, f16 or bf16");
     }
-    if !linears.takes(&[&view.graph[weight.value].name, &node.name]) {
-        return Err(LEFT_OUT);
-    }
     let dtype = view.facts().dtype(x);
     let dtype =
         dtype.filter(|d| matches!(d, DType::F32 | DType::F16)).ok_or("x is not known to be f32 or f16")?;
     let outputs = if weight.turned { tensor.shape.get(1) } else { tensor.shape.first() };
     let bias = if gemm { bias(view, node, outputs.copied().unwrap_or(0))? } else { None };
-    Ok(Some(Product { node: id, x, dtype, weight, bias, output }))
+    Ok(Some(Product { node: id, x, dtype, weight, bits, bias, output }))
 }
 
 /// The constant matrix behind an operand. `straight`: the node itself takes it as [N, K].

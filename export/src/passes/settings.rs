@@ -41,8 +41,9 @@ pub struct Linears {
     pub accuracy_level: i64,
     /// Names of weights or their nodes; all if there is none.
     pub include: Vec<Regex>,
-    /// Names of weights or their nodes that stay as they are.
-    pub exclude: Vec<Regex>,
+    /// Names of weights or their nodes that have a number of bits of their own, or stay as they are. The first one that
+    /// matches counts.
+    pub rules: Vec<(Regex, Option<u8>)>,
 }
 
 /// How attention is written.
@@ -58,14 +59,17 @@ pub enum AttentionForm {
 impl Default for Linears {
     /// Blocks of 32, what the fast kernels take.
     fn default() -> Linears {
-        Linears { block: 32, symmetric: false, accuracy_level: 4, include: Vec::new(), exclude: Vec::new() }
+        Linears { block: 32, symmetric: false, accuracy_level: 4, include: Vec::new(), rules: Vec::new() }
     }
 }
 
 impl Linears {
-    /// Whether a weight that has these names is to be quantised.
-    pub fn takes(&self, names: &[&str]) -> bool {
-        let any = |rules: &[Regex]| rules.iter().any(|rule| names.iter().any(|name| rule.is_match(name)));
-        (self.include.is_empty() || any(&self.include)) && !any(&self.exclude)
+    /// Bits of a weight that has these names, where no rule is about it `usual`; none if it is to stay as it is.
+    pub fn bits(&self, names: &[&str], usual: u8) -> Option<u8> {
+        let matches = |pattern: &Regex| names.iter().any(|name| pattern.is_match(name));
+        if !self.include.is_empty() && !self.include.iter().any(matches) {
+            return None;
+        }
+        self.rules.iter().find(|(pattern, _)| matches(pattern)).map_or(Some(usual), |(_, bits)| *bits)
     }
 }

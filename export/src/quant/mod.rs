@@ -9,12 +9,14 @@ pub const F16_MAX: f32 = 65504.0;
 mod cast;
 mod convert;
 mod error;
+mod finite;
 mod layout;
 mod nbits;
 mod pack;
 
 pub use cast::cast;
 pub use error::QuantError;
+pub use finite::fits_blocks;
 pub use layout::{select, transpose};
 pub use nbits::{
     BlockFormat, QuantizeCompute, Quantized, dequantize, quantize, quantize_tensor, quantized_initializers,

@@ -1,4 +1,4 @@
-//! Makes the stages of a bundle out of graphs that others exported: rewritten for WebGPU, stored as a profile says, decoders cut.
+//! Makes the stages of a bundle out of graphs that others exported: rewritten for WebGPU, stored as a recipe says, decoders cut.
 
 use regex::Regex;
 
@@ -6,61 +6,47 @@ use crate::{
     arch::flux2::imported::contract::Role,
     bundle::{ExportError, ExportEvent},
     onnx::{Model, ValueId},
-    passes::{self, Linears, Part, Splitting, symbols},
-    recipe::{Precision, Recipe},
+    passes::{self, LEFT_OUT, Linears, Part, PassError, QUANTIZE_MATMUL_Q8, Settings, Splitting, symbols},
+    recipe::{Compute, Precision, WeightFormat},
 };
 
-/// Sequences of passes that store a model as a profile says: of the linear layers' components, and of the decoder, which is
-/// made of convolutions.
-const PROFILES: &[(&str, &[&str], &[&str])] = &[
-    ("f32", &["webgpu"], &["webgpu"]),
-    ("f16", &["f16"], &["f16"]),
-    ("q8", &["f16", "q8"], &["f16"]),
-    ("q4", &["f16", "q4"], &["f16"]),
-];
-/// What graphs go through that keep their weights as they are.
-const UNCHANGED: &[&str] = &["webgpu"];
-
-/// How weights are to be stored.
-pub(super) struct Storage<'a> {
-    /// Sequences of passes for components of linear layers, and for the decoder.
-    linears: &'static [&'static str],
-    decoder: &'static [&'static str],
-    /// The recipe's say about linear layers.
-    precision: Option<&'a Precision>,
-}
-
-impl<'a> Storage<'a> {
-    pub fn of(recipe: &'a Recipe, profile: Option<&str>) -> Result<Storage<'a>, ExportError> {
-        let Some(name) = profile else {
-            return Ok(Storage { linears: UNCHANGED, decoder: UNCHANGED, precision: None });
-        };
-        let row = PROFILES.iter().find(|row| row.0 == name);
-        let (_, linears, decoder) = row.ok_or_else(|| ExportError::NoProfile { name: name.to_owned() })?;
-        Ok(Storage { linears, decoder, precision: Some(recipe.profile(name)?) })
-    }
-}
-
-/// Makes a graph lean and fit for WebGPU, and stores its weights as the recipe's profile says.
+/// Makes a graph lean and fit for WebGPU, and stores it as the recipe's precision for its component says; without one,
+/// weights stay as they are. What is not quantised becomes f16 where the recipe computes in f16, and stays as it is otherwise.
 pub(super) fn rewrite(
     role: Role,
     model: &mut Model,
-    storage: &Storage<'_>,
+    precision: Option<&Precision>,
     text_length: usize,
     progress: &mut dyn FnMut(ExportEvent),
 ) -> Result<(), ExportError> {
     let failed = |source| ExportError::Rewrite { role, source: Box::new(source) };
-    let sequences = if role == Role::Decoder { storage.decoder } else { storage.linears };
-    let linears = storage.precision.map(|precision| linears_of(&precision.component(role.component())));
+    let half = precision.is_some_and(|precision| precision.compute == Compute::F16);
+    let sequence = passes::sequence(if half { "f16" } else { "webgpu" }).map_err(failed)?;
     let text_seq = Some(("text_seq".to_owned(), text_length));
     let is_open = |(name, _): &(String, usize)| symbols(&model.graph).contains(name.as_str());
-    let sizes = text_seq.into_iter().filter(is_open).collect();
-    let settings = passes::Settings { sizes, linears: linears.unwrap_or_default(), ..Default::default() };
-    let passes = passes::sequences(sequences).map_err(failed)?;
-    let reports = passes::apply(model, &passes, &settings).map_err(failed)?;
-    for report in reports.iter().filter(|report| report.pass.name.starts_with("quantize")) {
+    let settings = Settings { sizes: text_seq.into_iter().filter(is_open).collect(), ..Default::default() };
+    passes::apply(model, &sequence, &settings).map_err(failed)?;
+    match precision {
+        Some(precision) => quantise(role, model, precision, progress).map_err(failed),
+        None => Ok(()),
+    }
+}
+
+/// Quantises linear layers as the precision says, layer by layer, and tells of those that cannot be.
+fn quantise(
+    role: Role,
+    model: &mut Model,
+    precision: &Precision,
+    progress: &mut dyn FnMut(ExportEvent),
+) -> Result<(), PassError> {
+    let linears = linears_of(precision);
+    if linears.rules.iter().all(|(_, bits)| bits.is_none()) {
+        return Ok(());
+    }
+    let settings = Settings { linears, ..Default::default() };
+    for report in passes::apply(model, &[&QUANTIZE_MATMUL_Q8], &settings)? {
         for (why, (count, place)) in report.reasons() {
-            if why != passes::LEFT_OUT {
+            if why != LEFT_OUT {
                 let message = format!("{role}: {count} linear layers are not quantised ({place} ...): {why}");
                 progress(ExportEvent::Warning(message));
             }
@@ -83,7 +69,7 @@ pub(super) fn stages_of(role: Role, model: Model, cuts: &[usize]) -> Result<Vec<
     // Decoders of few levels have no block for every cut.
     for cuts in [cuts, &[]] {
         let split = Splitting { cuts: cuts.to_vec(), ..Splitting::default() };
-        let settings = passes::Settings { split, ..Default::default() };
+        let settings = Settings { split, ..Default::default() };
         let (parts, _) = passes::split(&model, split_vae, &settings).map_err(failed)?;
         if !parts.is_empty() {
             return Ok(decoder_stages(parts));
@@ -118,15 +104,24 @@ fn names_between(role: Role, model: &Model) -> Vec<(String, String)> {
     before.into_iter().chain(behind).collect()
 }
 
-/// Weights for which a recipe has a rule of its own stay in 16 bits. Its patterns are for the checkpoint's names, which
+/// A rule for each of the recipe's, and one for all other weights. A recipe's patterns are for the checkpoint's names, which
 /// exporters keep as a part of theirs.
 fn linears_of(precision: &Precision) -> Linears {
-    let patterns = precision.rules.iter().map(|rule| rule.pattern.trim_start_matches('^'));
+    let rules = precision.rules.iter().map(|rule| (rule.pattern.trim_start_matches('^'), rule.weights));
+    let rules = rules.chain([("", precision.weights)]);
     Linears {
         block: precision.block,
         symmetric: precision.symmetric,
         accuracy_level: precision.accuracy_level,
         include: Vec::new(),
-        exclude: patterns.filter_map(|pattern| Regex::new(pattern).ok()).collect(),
+        rules: rules.filter_map(|(name, weights)| Some((Regex::new(name).ok()?, bits_of(weights)))).collect(),
+    }
+}
+
+fn bits_of(weights: WeightFormat) -> Option<u8> {
+    match weights {
+        WeightFormat::F32 | WeightFormat::F16 => None,
+        WeightFormat::Q8 => Some(8),
+        WeightFormat::Q4 => Some(4),
     }
 }
