@@ -263,6 +263,54 @@ fn rules_of_the_recipe_hold_for_assembled_graphs() {
     assert_eq!(bits(&bundle), BTreeMap::from([(None, 9), (Some(8), 16)]));
 }
 
+/// Graphs that were exported for one number of latent tokens, or one size, say so before anything starts.
+#[test]
+fn a_size_that_the_graphs_cannot_draw_is_refused_at_once() {
+    let checkpoint = Checkpoint::of_fixture(FIXTURE);
+    let Some(graphs) = legacy(&checkpoint, &[&F32[..], &["--whole-decoder"]].concat()) else { return };
+    let graph = |name: &str| graphs.path().join(format!("tiny-{name}.onnx"));
+    let fixed = |name: &str, dims: &[&str]| {
+        let mut command = viaduct();
+        let out = graph(&dims.concat());
+        command.arg("rewrite").arg(graph(name)).arg("-o").arg(&out).args(["--pass", "bind_sizes"]);
+        command.args(dims.iter().flat_map(|dim| ["--dim", dim])).assert().success();
+        out
+    };
+    let decoder = fixed("vae-decoder-f32", &["latent_height=5", "latent_width=7"]);
+    let export = |transformer: &Path, decoder: &Path, out: &Path| {
+        let mut command = viaduct();
+        command.arg("export").arg(graph("text-encoder-float")).args([transformer, decoder]);
+        command.arg("--tokenizer").arg(graphs.path().join("tokenizer")).arg("-o").arg(out);
+        command.args(["--progress", "none"]);
+        command
+    };
+    let other = fixed("transformer-float", &["image_seq=34"]);
+    let told = refusal(export(&other, &decoder, &graphs.path().join("never")), 1);
+    assert!(told.contains("latent tokens is that of no picture which the decoder draws"), "{told}");
+    let transformer = fixed("transformer-float", &["image_seq=35"]);
+    for (decoder, sizes) in [
+        (graph("vae-decoder-f32"), "112x80, 80x112, 560x16, 16x560 alone"),
+        (decoder, "exported for 112x80 alone"),
+    ] {
+        let bundle = Bundle::to_be_made();
+        export(&transformer, &decoder, &bundle.path()).assert().success();
+        let folder = scratch();
+        // The budget would be refused if it were looked at.
+        let mut command = bundle.generate(&folder.path().join("a.png"), "cat", "cpu");
+        command.args(["--size", "64x64", "--budget", "1MiB", "--progress", "none"]);
+        let told = refusal(command, 2);
+        assert!(told.contains("64x64: ") && told.contains(sizes), "{told}");
+        let mut command = viaduct();
+        command.arg("report").arg(bundle.path()).args(["--size", "64x64", "--device", "cpu"]);
+        assert!(refusal(command, 2).contains(sizes));
+        // Without a size it draws one of its own.
+        let mut command = bundle.generate(&folder.path().join("a.png"), "cat", "cpu");
+        let made = command.args(["--steps", "1", "--json"]).assert().success().get_output().stdout.clone();
+        let made: Value = serde_json::from_slice(&made).unwrap();
+        assert_eq!([&made["width"], &made["height"]], [112, 80]);
+    }
+}
+
 #[test]
 fn memory_of_imported_graphs_is_planned() {
     let checkpoint = Checkpoint::of_fixture(FIXTURE);

@@ -15,10 +15,20 @@ pub enum SizeError {
     NotAMultiple { name: &'static str, value: usize, multiple: usize, below: usize, above: usize },
     #[error("{name} {value} is out of range; legal are multiples of {multiple} up to {MAX_SIDE}")]
     OutOfRange { name: &'static str, value: usize, multiple: usize },
+    #[error("{width}x{height}: the model's graphs were exported for {} alone", in_words(sizes))]
+    NotDrawn { width: usize, height: usize, sizes: Vec<[usize; 2]> },
     #[error("{width}x{height} is more than {MAX_PIXELS} pixels; choose a smaller size")]
     TooManyPixels { width: usize, height: usize },
     #[error("'{0}' is not a size; write WIDTHxHEIGHT, for example 512x512")]
     Syntax(String),
+}
+
+/// `256x256, 512x128, ...`
+fn in_words(sizes: &[[usize; 2]]) -> String {
+    const MOST: usize = 6;
+    let shown = sizes.iter().take(MOST).map(|[width, height]| format!("{width}x{height}"));
+    let more = (sizes.len() > MOST).then(|| "...".to_owned());
+    shown.chain(more).collect::<Vec<_>>().join(", ")
 }
 
 /// Width and height in pixels, legal for the model that it was made for.

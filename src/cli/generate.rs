@@ -35,7 +35,6 @@ use crate::{
         run::{Run, Watch},
         run_folder::{Earlier, NoiseIdentity, RunFolder},
         runs::Runs,
-        size::Size,
     },
     plan::Plan,
     runtime::{Device, Executor},
@@ -287,7 +286,7 @@ fn request(arguments: &Arguments, flux2: &Flux2<'_>) -> anyhow::Result<Request> 
     let form = flux2.form();
     let [width, height] = arguments.size.asked();
     let own = form.default_size();
-    let size = Size::new(width.unwrap_or(own[0]), height.unwrap_or(own[1]), form.pixels_per_token())?;
+    let size = form.size(width.unwrap_or(own[0]), height.unwrap_or(own[1]))?;
     let steps = arguments.num_steps.unwrap_or(form.steps());
     if !(1..=1000).contains(&steps) {
         return Err(UsageError(format!("--num-steps {steps}: a picture takes 1 to 1000")).into());

@@ -29,7 +29,7 @@ use crate::{
         probe::NoProbe,
         run::{Run, Watch},
         run_folder::RunFolder,
-        size::{Size, SizeError},
+        size::SizeError,
     },
     runtime::Executor,
 };
@@ -151,11 +151,10 @@ fn check_settings(flux2: &Flux2<'_>, oracle: &Oracle) -> Result<(), VerifyError>
 }
 
 fn request(flux2: &Flux2<'_>, oracle: &Oracle) -> Result<Request, VerifyError> {
-    let multiple = flux2.form().pixels_per_token();
     let asked = &oracle.request;
     Ok(Request {
         prompt: asked.prompt.clone(),
-        size: Size::new(asked.width, asked.height, multiple)?,
+        size: flux2.form().size(asked.width, asked.height)?,
         steps: asked.steps,
         noise: Noise::Given(oracle.noise()?),
     })

@@ -4,7 +4,10 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::{imported::Imported, parameters::Parameters};
-use crate::{picture::Size, shapes::Sizes};
+use crate::{
+    picture::{Size, SizeError},
+    shapes::Sizes,
+};
 
 /// A bundle's parameters, by the form of its graphs.
 #[derive(Clone, Debug, PartialEq)]
@@ -94,6 +97,14 @@ impl Form {
         match self {
             Form::Authored(parameters) => parameters.vae.pixels_per_token,
             Form::Imported(parameters) => parameters.vae.pixels_per_token,
+        }
+    }
+
+    /// The size of a picture, if the graphs can draw it.
+    pub fn size(&self, width: usize, height: usize) -> Result<Size, SizeError> {
+        match self {
+            Form::Authored(parameters) => Size::new(width, height, parameters.vae.pixels_per_token),
+            Form::Imported(parameters) => parameters.size(width, height),
         }
     }
 

@@ -25,7 +25,6 @@ use super::{
     blocks::rope::Pairing,
 };
 use crate::{
-    picture::Size,
     recipe::{CONFIGS, Compute, RecipeError},
     shapes::Sizes,
     weights::{Checkpoint, WeightsError},
@@ -114,7 +113,7 @@ pub(crate) struct VaeSection {
 /// Sizes of all symbols, from a bundle's parameters: the family's [`super::Architecture::sizes`].
 pub fn sizes(parameters: &serde_json::Value, request: &SizesRequest) -> Result<Sizes, SizesError> {
     let form = checked(parameters)?;
-    let size = Size::new(request.width, request.height, form.pixels_per_token())?;
+    let size = form.size(request.width, request.height)?;
     if request.steps == 0 || request.steps > MAX_STEPS {
         return Err(SizesError::Steps { steps: request.steps });
     }

@@ -363,12 +363,13 @@ fn retype(
 const MIDDLE_SIDES: [&str; 2] = ["mid_height", "mid_width"];
 
 /// Whether a tensor's rows or columns keep the two sides of their map, [1, height, width, C] or [1, C, height, width], as in
-/// decoders cut by this program.
+/// decoders cut by this program. Where the sides are fixed, the first of them (or C) stands in a batch's place.
 fn is_spread(graph: &Graph, id: ValueId) -> bool {
     let is = |dim: &Dim, name: &str| matches!(dim, Dim::Symbol(symbol) if symbol == name);
     match &graph[id].ty {
         Some(ValueType::Tensor { shape: Some(shape), .. }) if shape.len() == 4 => {
-            shape.windows(2).any(|sides| is(&sides[0], MIDDLE_SIDES[0]) && is(&sides[1], MIDDLE_SIDES[1]))
+            let named = |sides: &[Dim]| is(&sides[0], MIDDLE_SIDES[0]) && is(&sides[1], MIDDLE_SIDES[1]);
+            shape.windows(2).any(named) || matches!(shape[1], Dim::Fixed(2..))
         }
         _ => false,
     }

@@ -10,7 +10,7 @@ use super::parameters::{MAX_TEXT_LENGTH, Schedule};
 use crate::{
     arch::MAX_STEPS,
     onnx::{Graph, Model},
-    picture::Size,
+    picture::{Size, SizeError},
     shapes::{Shapes, Sizes, infer},
 };
 
@@ -49,12 +49,18 @@ pub struct Text {
 pub struct Transformer {
     /// Channels of a packed latent token.
     pub channels: usize,
+    /// Latent tokens of a picture, where the graph takes no other number.
+    #[serde(default)]
+    pub tokens: Option<usize>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Vae {
     /// Pixels per latent token, per side.
     pub pixels_per_token: usize,
+    /// Latent tokens down and across, where the graphs take no others.
+    #[serde(default)]
+    pub grid: Option<[usize; 2]>,
     /// Width and height of a picture when none are asked for.
     pub default_size: [usize; 2],
     /// None for a decoder that is one stage.
@@ -148,10 +154,14 @@ pub fn describe(graphs: &[RoleGraph<'_>], settings: &Settings) -> Result<Importe
         zero_padding: settings.zero_padding,
     };
     let schedule = Schedule { steps: settings.steps };
-    let transformer = Transformer { channels };
-    let imported = Imported { graphs: Origin::Imported, text, transformer, vae, schedule };
+    let transformer = Transformer { channels, tokens: tokens(transformer)? };
+    let mut imported = Imported { graphs: Origin::Imported, text, transformer, vae, schedule };
     let wrong = |problem| ContractError::Unclear { role: Role::Transformer, problem };
     imported.check().map_err(wrong)?;
+    let sizes = imported.drawn().filter(|sizes| !sizes.contains(&settings.default_size));
+    if let Some(size) = sizes.and_then(|sizes| sizes.first().copied()) {
+        imported.vae.default_size = size;
+    }
     Ok(imported)
 }
 
@@ -181,13 +191,23 @@ fn channels(transformer: &Model, decoder: &[RoleGraph<'_>]) -> Result<usize, Con
     agree(Role::Transformer, "channels", &places)?.ok_or_else(unknown)
 }
 
+/// The number of latent tokens that the transformer fixes, if it does.
+fn tokens(transformer: &Model) -> Result<Option<usize>, ContractError> {
+    let places = ["latents", "img_ids", "pred"].map(|name| (&transformer.graph, name, 1));
+    agree(Role::Transformer, "latent tokens", &places)
+}
+
 /// Follows the picture through the decoder's stages.
 fn describe_decoder(decoder: &[RoleGraph<'_>], settings: &Settings) -> Result<Vae, ContractError> {
     let unclear = |role, problem: String| ContractError::Unclear { role, problem };
     let (mut attention, mut post_stages) = (None, Vec::new());
+    let grid = decoder.first().and_then(|(_, model)| {
+        Some([fixed_size(&model.graph, "latents", 2)?, fixed_size(&model.graph, "latents", 3)?])
+    });
+    let tried = grid.unwrap_or(TRIED);
     let mut scale = Some(1);
     for (position, (role, model)) in decoder.iter().enumerate() {
-        let sizes = tried(*role, scale);
+        let sizes = sizes_of(*role, tried, scale);
         let shapes = infer(model, &sizes, &Default::default());
         let expected = match role {
             Role::Decoder => decoder.len() == 1,
@@ -204,7 +224,7 @@ fn describe_decoder(decoder: &[RoleGraph<'_>], settings: &Settings) -> Result<Va
             return Err(unclear(*role, "the decoder's stages are incomplete or in another order".to_owned()));
         }
         if *role == Role::Attention {
-            attention = Some(describe_attention(decoder[0].1, model, settings)?);
+            attention = Some(describe_attention(decoder[0].1, model, tried, settings)?);
             continue;
         }
         if let Role::DecoderEnd { index, .. } = role {
@@ -220,7 +240,7 @@ fn describe_decoder(decoder: &[RoleGraph<'_>], settings: &Settings) -> Result<Va
         } else {
             model.graph[model.graph.outputs[0]].name.as_str()
         };
-        scale = output_scale(&model.graph, &shapes, output);
+        scale = output_scale(&model.graph, &shapes, tried, output);
     }
     match decoder.last() {
         Some((Role::Decoder | Role::DecoderEnd { last: true, .. }, _)) => {}
@@ -228,6 +248,7 @@ fn describe_decoder(decoder: &[RoleGraph<'_>], settings: &Settings) -> Result<Va
     }
     Ok(Vae {
         pixels_per_token: scale.unwrap_or(settings.pixels_per_token),
+        grid,
         default_size: settings.default_size,
         attention,
         post_stages,
@@ -235,14 +256,17 @@ fn describe_decoder(decoder: &[RoleGraph<'_>], settings: &Settings) -> Result<Va
 }
 
 /// Sizes of a stage's symbols for the picture that is tried; its input has so many pixels per latent token.
-fn tried(role: Role, scale: Option<usize>) -> Sizes {
-    let [height, width] = TRIED;
-    let Some(scale) = scale else { return Sizes::new() };
+fn sizes_of(role: Role, [height, width]: [usize; 2], scale: Option<usize>) -> Sizes {
     let place = input_place(role);
+    let side = |tokens: usize| scale?.checked_mul(tokens);
+    let sides = side(height).zip(side(width));
+    let Some((sides, rows)) = sides.and_then(|(h, w)| Some(([h, w], h.checked_mul(w)?))) else {
+        return Sizes::new();
+    };
     Sizes::from([
-        (format!("{place}_height"), scale * height),
-        (format!("{place}_width"), scale * width),
-        ("kv_rows".to_owned(), scale * scale * height * width),
+        (format!("{place}_height"), sides[0]),
+        (format!("{place}_width"), sides[1]),
+        ("kv_rows".to_owned(), rows),
     ])
 }
 
@@ -256,26 +280,29 @@ fn input_place(role: Role) -> String {
 }
 
 /// Pixels per latent token of a map [1,C,h,w]; none if they are not known or not the same on both sides.
-fn output_scale(graph: &Graph, shapes: &Shapes, name: &str) -> Option<usize> {
+fn output_scale(graph: &Graph, shapes: &Shapes, tried: [usize; 2], name: &str) -> Option<usize> {
     let shape = shapes.shape(graph.find(name)?)?;
     let [_, _, height, width] = shape[..] else { return None };
-    let scale = height / TRIED[0];
-    let whole = [height, width] == TRIED.map(|side| side * scale);
+    let scale = height / tried[0];
+    let whole = [Some(height), Some(width)] == tried.map(|side| side.checked_mul(scale));
     (whole && (1..=MAX_SCALE).contains(&scale)).then_some(scale)
 }
 
 /// The most query rows per run of the attention: the host fills up a chunk to as many.
 pub const MAX_ATTENTION_ROWS: usize = 1 << 16;
+/// More latent tokens has no picture.
+const MAX_TOKENS: usize = 1 << 26;
 /// The most pixels per latent token.
 const MAX_SCALE: usize = 1 << 10;
 
 fn describe_attention(
     start: &Model,
     attention: &Model,
+    tried: [usize; 2],
     settings: &Settings,
 ) -> Result<Attention, ContractError> {
     let unclear = |problem| ContractError::Unclear { role: Role::Attention, problem };
-    let sizes = tried(Role::DecoderStart, Some(1));
+    let sizes = sizes_of(Role::DecoderStart, tried, Some(1));
     let shapes = infer(start, &sizes, &Default::default());
     let q = start.graph.find("q").and_then(|q| shapes.fact(q).shape.clone()).unwrap_or_default();
     let last = |graph: &Graph, name| fixed_size(graph, name, rank(graph, name)?.checked_sub(1)?);
@@ -299,10 +326,14 @@ impl Imported {
     pub fn check(&self) -> Result<(), String> {
         let Imported { text, transformer, vae, schedule, .. } = self;
         let [width, height] = vae.default_size;
+        let [rows, columns] = vae.grid.unwrap_or([1; 2]);
         let numbers = [
             ("text.length", text.length, MAX_TEXT_LENGTH),
             ("transformer.channels", transformer.channels, 1 << 16),
             ("vae.pixels_per_token", vae.pixels_per_token, MAX_SCALE),
+            ("transformer.tokens", transformer.tokens.unwrap_or(1), MAX_TOKENS),
+            ("the rows of vae.grid", rows, 1 << 14),
+            ("the columns of vae.grid", columns, 1 << 14),
             ("the width of vae.default_size", width, 1 << 14),
             ("the height of vae.default_size", height, 1 << 14),
             ("vae.attention.rows", vae.attention.as_ref().map_or(1, |a| a.rows), MAX_ATTENTION_ROWS),
@@ -311,6 +342,12 @@ impl Imported {
         if let Some((key, value, most)) = numbers.iter().find(|(_, value, most)| *value == 0 || value > most)
         {
             return Err(format!("{key} is {value}; expected 1 to {most}"));
+        }
+        if self.drawn().is_some_and(|sizes| sizes.is_empty()) {
+            return Err(
+                "the transformer's number of latent tokens is that of no picture which the decoder draws"
+                    .to_owned(),
+            );
         }
         let scales = vae.post_stages.iter().filter_map(|stage| stage.input_scale);
         if let Some(scale) = scales.into_iter().find(|scale| !(1..=MAX_SCALE).contains(scale)) {
@@ -324,6 +361,36 @@ impl Imported {
             return Err(format!("text.clip is {}; expected a number from 0", text.clip));
         }
         Ok(())
+    }
+
+    /// The size of a picture, if the graphs draw it.
+    pub fn size(&self, width: usize, height: usize) -> Result<Size, SizeError> {
+        match self.drawn() {
+            Some(sizes) if !sizes.contains(&[width, height]) => {
+                Err(SizeError::NotDrawn { width, height, sizes })
+            }
+            _ => Size::new(width, height, self.vae.pixels_per_token),
+        }
+    }
+
+    /// Width and height of all pictures that the graphs draw, those that are most like squares first; none if they leave
+    /// the size open.
+    fn drawn(&self) -> Option<Vec<[usize; 2]>> {
+        let (tokens, side) = (self.transformer.tokens, self.vae.pixels_per_token);
+        let grids = match (self.vae.grid, tokens) {
+            (Some(grid), _) => vec![grid],
+            (None, Some(tokens)) => factors(tokens),
+            (None, None) => return None,
+        };
+        let fits =
+            |[rows, columns]: &[usize; 2]| tokens.is_none_or(|n| rows.checked_mul(*columns) == Some(n));
+        let sizes = grids.into_iter().filter(fits).map(|[rows, columns]| {
+            // A side has at most 2^26 tokens, a token at most 2^10 pixels.
+            [columns * side, rows * side]
+        });
+        let mut sizes: Vec<_> = sizes.filter(|[w, h]| Size::new(*w, *h, side).is_ok()).collect();
+        sizes.sort_by_key(|[width, height]| (width.abs_diff(*height), *height));
+        Some(sizes)
     }
 
     /// Sizes of all symbols of all stages; see [`super::parameters::Parameters::sizes`].
@@ -355,4 +422,12 @@ impl Imported {
         }
         sizes
     }
+}
+
+/// All pairs of numbers whose product is `product`.
+fn factors(product: usize) -> Vec<[usize; 2]> {
+    let smaller = (1..=product.isqrt()).filter(|factor| product.is_multiple_of(*factor));
+    let pairs: Vec<_> = smaller.map(|factor| [factor, product / factor]).collect();
+    let turned = pairs.iter().filter(|[a, b]| a != b).map(|[a, b]| [*b, *a]).collect::<Vec<_>>();
+    [pairs, turned].concat()
 }
