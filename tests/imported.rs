@@ -13,7 +13,7 @@ use support::{
     webgpu::webgpu,
 };
 use viaduct::{pipeline::image::psnr, tensor::HostTensor};
-use viaduct_export::onnx::{ValueId, read_model};
+use viaduct_export::onnx::{ValueId, model_bytes, read_model};
 
 const FIXTURE: &str = "flux2-a";
 /// One step of a picture's bytes.
@@ -309,6 +309,18 @@ fn a_size_that_the_graphs_cannot_draw_is_refused_at_once() {
         let made: Value = serde_json::from_slice(&made).unwrap();
         assert_eq!([&made["width"], &made["height"]], [112, 80]);
     }
+}
+
+#[test]
+fn graphs_of_a_legacy_bundle_are_rewritten_once() {
+    let checkpoint = Checkpoint::of_fixture(FIXTURE);
+    let Some(bundle) = legacy(&checkpoint, &F32) else { return };
+    let opened = viaduct_export::bundle::Bundle::open(&bundle.path()).unwrap();
+    let first = opened.model("transformer").unwrap();
+    fs::rename(bundle.path().join("tiny-transformer-float.onnx"), bundle.path().join("elsewhere")).unwrap();
+    let second = opened.model("transformer").unwrap();
+    assert_eq!(model_bytes(&first).unwrap(), model_bytes(&second).unwrap());
+    assert!(opened.original("transformer").is_err());
 }
 
 #[test]

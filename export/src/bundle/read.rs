@@ -123,23 +123,25 @@ impl Bundle {
         Ok(self.folder.join(relative(name).ok_or_else(escapes)?))
     }
 
-    /// A stage's graph, fit to run: what others exported is rewritten for WebGPU. Weights stay in the bundle's files.
+    /// A stage's graph, fit to run: what others exported is rewritten for WebGPU, once. Weights stay in the bundle's files.
     pub fn model(&self, stage: &str) -> Result<Model, BundleError> {
-        let mut model = self.original(stage)?;
         let rewrites = |adapter: &&Adapter| matches!(adapter.role, Role::TextEncoder | Role::Transformer);
-        if self.adapters.get(stage).filter(rewrites).is_some() {
-            let failed = |source| BundleError::Rewrite { stage: stage.to_owned(), source: Box::new(source) };
-            let passes = passes::sequence("webgpu").map_err(failed)?;
-            passes::apply(&mut model, &passes, &Default::default()).map_err(failed)?;
+        let Some(adapter) = self.adapters.get(stage).filter(rewrites) else { return self.original(stage) };
+        if let Some(model) = adapter.rewritten.get() {
+            return Ok(model.clone());
         }
-        Ok(model)
+        let failed = |source| BundleError::Rewrite { stage: stage.to_owned(), source: Box::new(source) };
+        let mut model = self.original(stage)?;
+        let passes = passes::sequence("webgpu").map_err(failed)?;
+        passes::apply(&mut model, &passes, &Default::default()).map_err(failed)?;
+        Ok(adapter.rewritten.get_or_init(|| model).clone())
     }
 
     /// A stage's graph as it was exported, with the names that this program gives its inputs and outputs.
     pub fn original(&self, stage: &str) -> Result<Model, BundleError> {
         let path = self.path(&self.stage(stage)?.graph)?;
         let mut model = read_model(&path).map_err(Box::new)?;
-        if let Some(Adapter { role, names }) = self.adapters.get(stage) {
+        if let Some(Adapter { role, names, .. }) = self.adapters.get(stage) {
             let broken = |e| BundleError::Contract { path, source: Box::new(e) };
             adapt(&mut model, *role, names).map_err(broken)?;
         }

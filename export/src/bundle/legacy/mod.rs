@@ -12,6 +12,7 @@ use std::{
     collections::BTreeMap,
     fs, io,
     path::{Path, PathBuf},
+    sync::OnceLock,
 };
 
 use self::{
@@ -69,6 +70,8 @@ pub(super) struct Adapter {
     pub role: Role,
     /// This program's names of inputs and outputs, and the graph's own.
     pub names: Names,
+    /// The graph as it is run, once it has been asked for.
+    pub rewritten: OnceLock<Model>,
 }
 
 /// A bundle of this layout, described as one of ours: its manifest, and how its graphs are adapted, by stage.
@@ -86,7 +89,7 @@ pub(super) fn open(folder: &Path) -> Result<(Manifest, BTreeMap<String, Adapter>
         let names = naming.names(role)?;
         adapt(&mut model, role, &names)
             .map_err(|e| LegacyError::Contract { path: folder.join(&graph), source: Box::new(e) })?;
-        adapters.insert(role.stage(), Adapter { role, names });
+        adapters.insert(role.stage(), Adapter { role, names, rewritten: OnceLock::new() });
         graphs.push((role, model, graph));
     }
     reader.tokenizer()?;
