@@ -134,12 +134,12 @@ fn four_bit_weights_in_blocks_of_16_draw_the_picture_of_ours() {
 }
 
 #[test]
-fn f16_graphs_are_given_f16() {
+fn f16_graphs_are_given_f16_but_for_the_noise_level() {
     let checkpoint = Checkpoint::of_fixture(FIXTURE);
     let Some(bundle) = legacy(&checkpoint, &["--weights", "float"]) else { return };
     let db = psnr(&picture(&bundle, "cpu"), &tensor(&oracle(FIXTURE), "image_01")).unwrap();
     println!("f16: {db:.1} dB");
-    assert!(db >= 35.0, "{db}");
+    assert!(db >= 55.0, "{db}");
 }
 
 /// Graphs of others hold nodes that no GPU runs, so that this is about a picture at all, and about what is said.

@@ -6,6 +6,7 @@
 
 use std::{collections::HashSet, fmt};
 
+use super::sigma::take_in_f32;
 use crate::onnx::{DType, Dim, Graph, Model, ValueId, ValueType};
 
 /// A graph's part in drawing a picture.
@@ -78,6 +79,8 @@ struct Contract {
     outputs: Vec<Port>,
 }
 
+/// The noise level of a step.
+const SIGMA: &str = "sigma";
 /// The state between the decoder's middle block and the stages after it.
 pub const MIDDLE: &str = "vae_mid_res0";
 /// The attention's result, as the stage after it takes it.
@@ -166,7 +169,7 @@ fn transformer() -> Contract {
     let inputs = vec![
         port("latents", &["x", "hidden_states"], Float, tokens("image_seq", Size::Own)),
         port("img_ids", &["x_ids"], Number, tokens("image_seq", Size::Fixed(4))),
-        port("sigma", &["timesteps", "timestep"], Float, vec![Size::One]),
+        port(SIGMA, &["timesteps", "timestep"], Float, vec![Size::One]),
         port("prompt_embeds", &["ctx", "encoder_hidden_states"], Float, tokens("text_seq", Size::Own)),
         port("txt_ids", &["ctx_ids"], Number, tokens("text_seq", Size::Fixed(4))),
     ];
@@ -244,7 +247,8 @@ fn given(graph: &Graph) -> impl Iterator<Item = ValueId> + '_ {
 }
 
 /// Checks a graph against its role, names its inputs, outputs and open dimensions as this program does, and drops outputs
-/// that nobody asks for. `names` are the graph's own names of some ports, by this program's: those that no table knows.
+/// that nobody asks for. A transformer takes sigma in f32. `names` are the graph's own names of some ports, by this
+/// program's: those that no table knows.
 ///
 /// What was adapted before is left as it is.
 pub fn adapt(model: &mut Model, role: Role, names: &[(String, String)]) -> Result<(), ContractError> {
@@ -268,6 +272,9 @@ pub fn adapt(model: &mut Model, role: Role, names: &[(String, String)]) -> Resul
         rename(graph, role, id, &port.name)?;
     }
     graph.outputs = found_outputs;
+    if role == Role::Transformer {
+        take_in_f32(graph, SIGMA);
+    }
     Ok(())
 }
 

@@ -2,6 +2,7 @@
 
 pub mod contract;
 mod scale;
+mod sigma;
 
 use serde::{Deserialize, Serialize};
 
