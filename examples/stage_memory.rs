@@ -5,7 +5,7 @@
 use std::{error::Error, path::Path, process::ExitCode};
 
 use viaduct::{
-    runtime::{Runtime, RuntimeOptions, Stage, TensorInfo, lower, memory::MemorySource},
+    runtime::{Runtime, RuntimeOptions, Settings, Stage, TensorInfo, lower, memory::MemorySource},
     tensor::{HostTensor, Values},
 };
 use viaduct_export::{
@@ -43,7 +43,7 @@ fn run(arguments: &[String]) -> Result<(), Box<dyn Error>> {
         if let Some(input) = hidden {
             hide_square(&mut model.graph, input)?;
         }
-        lower(&mut model, &profile, &sizes, &[])?;
+        lower(&mut model, &profile, &sizes, &[], &Settings::default())?;
         Ok(model)
     };
     let mut stage = runtime.open_model(name, graph()?, pending_dispatches)?;

@@ -9,4 +9,5 @@ pub mod plot;
 pub mod report;
 pub mod runtime;
 pub mod tensor;
+pub mod user_cache;
 pub mod verify;

@@ -22,6 +22,7 @@ use viaduct::{
 };
 use viaduct_export::device::{DeviceProfile, Provider};
 use viaduct_export::onnx::{Attribute, Builder, DType, Dim, Model, Tensor, model_bytes};
+use viaduct_export::tuning::Tuning;
 
 const DRAW: &str = "generate -b b -p cat --size 32x32 --steps 1 --seed 1 --ep cpu -o out.png";
 
@@ -168,7 +169,7 @@ fn bug_15_unified_memory_counts_once() {
         max_binding: 2 * GIB,
         max_buffer: 2 * GIB,
         max_storage_buffers: 16,
-        fused_attention: true,
+        tuning: Tuning::default(),
     };
     let floor = Floor::Percent(12.5).of(host.total());
     let budget = effective_budget(&host, floor, &device, Some(&gpu));

@@ -6,13 +6,14 @@ use std::{collections::BTreeMap, fs, path::Path};
 
 use runtime_support::{Net, cases, cpu, int, noise, relative_error, run};
 use viaduct::{
-    runtime::{DeviceKind, Provider, Runtime, RuntimeError, Stage, StageModel, lower, lower_within},
+    runtime::{DeviceKind, Provider, Runtime, RuntimeError, Settings, Stage, StageModel, lower},
     tensor::{HostTensor, TensorFile, Values, as_bytes},
 };
 use viaduct_export::{
     device::DeviceProfile,
     memory::PENDING_DISPATCHES,
     onnx::{DType, Dim, WriteOptions, model_bytes, read_model, write_model},
+    tuning::Tuning,
 };
 
 fn matmul() -> Vec<u8> {
@@ -174,10 +175,10 @@ fn attention_stays_fused() {
     let run_attention = |runtime: &mut Runtime, dtype, device: &DeviceProfile| {
         let (net, feeds) = cases::attention(dtype, 80, 4, 32);
         let mut model = net.model(&["y"]);
-        let lowered = lower(&mut model, device, &BTreeMap::new(), &[]).unwrap();
+        let lowered = lower(&mut model, device, &BTreeMap::new(), &[], &Settings::default()).unwrap();
         (lowered.attention[0].chunks, run(runtime, &model, &feeds, &["y"]).unwrap()[0].to_f32())
     };
-    let unfit = DeviceProfile { fused_attention: false, ..device.clone() };
+    let unfit = DeviceProfile { tuning: Tuning::default(), ..device.clone() };
     let (chunks, expected) = run_attention(&mut runtime, DType::F32, &unfit);
     assert_eq!(chunks, Some(1));
     for (dtype, bar) in [(DType::F32, 1e-6), (DType::F16, 2e-3)] {
@@ -196,12 +197,13 @@ fn the_rows_of_attention_follow_from_recorded_shapes() {
     net.input("q", DType::F16, &joint).input("k", DType::F16, &joint).input("v", DType::F16, &joint);
     net.node("ms.MultiHeadAttention", &["q", "k", "v"], "y", &[("num_heads", int(2))]);
     let mut model = net.model(&["y"]);
-    let unfit = DeviceProfile { fused_attention: false, ..cpu().device().profile() };
+    let unfit = DeviceProfile { tuning: Tuning::written(1000), ..cpu().device().profile() };
     let dims = BTreeMap::from([("joint_seq".to_owned(), 32)]);
     // 2 heads x 32 keys x 2 bytes for each of 32 rows, in slices of at most 1000 bytes: 7 rows, so 5 slices.
-    let lowered = lower_within(&mut model.clone(), &unfit, &dims, &[], 1000).unwrap();
+    let lowered = lower(&mut model.clone(), &unfit, &dims, &[], &Settings::default()).unwrap();
     assert_eq!((lowered.attention[0].chunks, lowered.attention[0].score_bytes), (Some(5), 7 * 2 * 32 * 2));
-    let error = lower_within(&mut model, &unfit, &BTreeMap::new(), &[], 1000).unwrap_err().to_string();
+    let error =
+        lower(&mut model, &unfit, &BTreeMap::new(), &[], &Settings::default()).unwrap_err().to_string();
     assert!(error.contains("the number of query rows does not follow"), "{error}");
 }
 
@@ -214,9 +216,9 @@ fn the_rows_of_masked_attention_follow_from_the_graph() {
     net.node("ms.MultiHeadAttention", &["nq", "nk", "v", "", "", "bias"], "z", &[("num_heads", int(2))]);
     let mut model = net.model(&["z"]);
     let expected = run(&mut cpu(), &model, &feeds, &["z"]).unwrap();
-    let unfit = DeviceProfile { fused_attention: false, ..cpu().device().profile() };
+    let unfit = DeviceProfile { tuning: Tuning::written(96), ..cpu().device().profile() };
     // 2 heads x 6 keys x 4 bytes for each of 6 rows: 2 rows in 96 bytes.
-    let lowered = lower_within(&mut model, &unfit, &BTreeMap::new(), &[], 96).unwrap();
+    let lowered = lower(&mut model, &unfit, &BTreeMap::new(), &[], &Settings::default()).unwrap();
     assert_eq!(lowered.attention.last().unwrap().chunks, Some(3));
     let found = run(&mut cpu(), &model, &feeds, &["z"]).unwrap();
     assert!(relative_error(&found[0].to_f32(), &expected[0].to_f32()) <= 1e-6);

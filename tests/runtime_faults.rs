@@ -22,7 +22,7 @@ use viaduct_export::{
 fn probe() {
     let provider: Provider = std::env::var("PROBE_PROVIDER").unwrap().parse().unwrap();
     let adapter = std::env::var("PROBE_ADAPTER").ok();
-    let mut runtime = match Runtime::start(&RuntimeOptions { provider, adapter }) {
+    let mut runtime = match Runtime::start(&RuntimeOptions { provider, adapter, tuning: None }) {
         Ok(runtime) => runtime,
         Err(e) => {
             println!("error {}: {e}", e.exit_code());

@@ -6,13 +6,14 @@ use std::{path::Path, time::Instant};
 
 use runtime_support::{Net, cases, cpu, float, int, ints, noise, relative_error, run, webgpu};
 use viaduct::{
-    runtime::{RuntimeError, StageModel, attention_self_test, lower, lower_within},
+    runtime::{RuntimeError, Settings, StageModel, fused_attention_is_right, lower},
     tensor::HostTensor,
 };
 use viaduct_export::{
     device::DeviceProfile,
     memory::PENDING_DISPATCHES,
     onnx::{DType, Tensor, model_bytes},
+    tuning::Tuning,
 };
 
 /// Every operator of our bundles runs on the device, and agrees with the CPU provider in f32.
@@ -77,8 +78,8 @@ fn webgpu_lowered_attention_agrees_with_the_fused_one() {
         let bytes = 80 * 80 * 4 * if dtype == DType::F16 { 2 } else { 4 };
         for (limit, chunks) in [(u64::MAX, 1), (bytes / 4, 4), (bytes / 10, 10)] {
             let mut model = net.model(&["y"]);
-            let device = DeviceProfile { fused_attention: false, ..gpu.runtime.device().profile() };
-            let lowered = lower_within(&mut model, &device, &Default::default(), &[], limit).unwrap();
+            let device = DeviceProfile { tuning: Tuning::written(limit), ..gpu.runtime.device().profile() };
+            let lowered = lower(&mut model, &device, &Default::default(), &[], &Settings::default()).unwrap();
             assert_eq!(lowered.attention[0].chunks, Some(chunks));
             let start = Instant::now();
             let y = run(&mut gpu.runtime, &model, &feeds, &["y"]).unwrap();
@@ -98,10 +99,9 @@ fn webgpu_attention_self_test_answers() {
     let Some(mut gpu) = webgpu() else { return };
     let software = gpu.runtime.device().kind == viaduct::runtime::DeviceKind::Software;
     let start = Instant::now();
-    let right = attention_self_test(&mut gpu.runtime).unwrap();
+    let right = fused_attention_is_right(&mut gpu.runtime).unwrap();
     println!("fused attention is {right} after {:.2} s", start.elapsed().as_secs_f32());
     assert!(!(software && right));
-    assert_eq!(gpu.runtime.device().fused_attention, right);
 }
 
 /// Inner values can be looked at, which is how `verify` compares every boundary.
@@ -114,11 +114,12 @@ fn webgpu_exposes_inner_values() {
     let y = model.graph.find("y").unwrap();
     model.graph[y].ty = model.graph[model.graph.find("q").unwrap()].ty.clone();
     let device = gpu.runtime.device().profile();
-    let lowered = lower(&mut model, &device, &Default::default(), &["y"]).unwrap();
+    let lowered = lower(&mut model, &device, &Default::default(), &["y"], &Settings::default()).unwrap();
     assert_eq!(lowered.exposed, ["y"]);
     let values = run(&mut gpu.runtime, &model, &feeds, &["y", "z"]).unwrap();
     assert!(values[0].to_f32().iter().zip(values[1].to_f32()).all(|(y, z)| *y == -z));
-    let unknown = lower(&mut model, &device, &Default::default(), &["nowhere"]).unwrap_err();
+    let unknown =
+        lower(&mut model, &device, &Default::default(), &["nowhere"], &Settings::default()).unwrap_err();
     assert_eq!(unknown.to_string(), "the graph has no value nowhere to expose");
 }
 

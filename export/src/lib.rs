@@ -17,4 +17,5 @@ pub mod quant;
 pub mod recipe;
 pub mod shapes;
 pub mod staged_folder;
+pub mod tuning;
 pub mod weights;

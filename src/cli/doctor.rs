@@ -2,7 +2,10 @@
 
 use clap::Args;
 use serde_json::{Value, json};
-use viaduct_export::bytes::ByteSize;
+use viaduct_export::{
+    bytes::ByteSize,
+    tuning::{AttentionForm, TunedAttention, Tuning},
+};
 
 use super::DeviceArguments;
 use crate::runtime::{
@@ -141,7 +144,7 @@ fn device_json(device: &Device) -> Value {
     json!({
         "ep": device.provider.to_string(), "name": device.name, "kind": device.kind.to_string(),
         "vendor": device.vendor, "driver": device.driver, "f16": device.f16,
-        "subgroup_size": device.subgroup_size, "fused_attention": device.fused_attention,
+        "subgroup_size": device.subgroup_size, "tuning": device.tuning, "tuned": device.tuned,
         "onnxruntime": device.ort_version, "webgpu_plugin": device.plugin_version, "note": device.note,
     })
 }
@@ -185,12 +188,27 @@ fn print_device(device: &Device) {
     let plugin = device.plugin_version.as_deref().map_or(String::new(), |v| format!(", WebGPU plugin {v}"));
     println!("runtime   ONNX Runtime {}{plugin}", device.ort_version);
     println!("device    {device}");
-    let attention = match device.fused_attention {
-        true => "the fused operator is right here and used",
-        false => "written out in query chunks (the fused operator is wrong or unproven here)",
-    };
-    println!("attention {attention}");
+    if device.tuned {
+        print_tuning(&device.tuning);
+    } else {
+        println!("tuning    none; `viaduct doctor --tune` measures what is fastest here, in about a minute");
+    }
     if let Some(note) = &device.note {
         println!("note      {note}");
     }
+}
+
+fn print_tuning(tuning: &Tuning) {
+    let fused = if tuning.fused_attention { "right" } else { "wrong or not tried, never used" };
+    println!("tuning    fused attention: {fused}");
+    for TunedAttention { rows, form } in &tuning.attention {
+        let form = match form {
+            AttentionForm::Fused => "fused".to_owned(),
+            AttentionForm::Written { score_bytes } => {
+                format!("written out, scores up to {}", ByteSize(*score_bytes))
+            }
+        };
+        println!("          attention over about {rows} rows: {form}");
+    }
+    println!("          {} dispatches per submission", tuning.pending_dispatches);
 }

@@ -29,10 +29,7 @@ use crate::{
         event::{Event, Listener},
         size::TypedSize,
     },
-    runtime::{
-        Device, Executor, Provider, Runtime, RuntimeError, RuntimeOptions, Watchdog, Workers,
-        attention_self_test, serve,
-    },
+    runtime::{Device, Executor, Provider, Runtime, RuntimeError, RuntimeOptions, Watchdog, Workers, serve},
 };
 
 /// Carries big models over small machines: turns checkpoints into staged ONNX bundles and runs them on any Vulkan GPU.
@@ -94,10 +91,9 @@ struct DeviceArguments {
 }
 
 impl DeviceArguments {
-    /// Starts the runtime, measures what the device can be trusted with, and says what was chosen.
+    /// Starts the runtime and says what was chosen.
     fn start(&self, listener: &mut dyn Listener) -> Result<Runtime, RuntimeError> {
-        let mut runtime = Runtime::start(&self.options())?;
-        attention_self_test(&mut runtime)?;
+        let runtime = Runtime::start(&self.options())?;
         announce(runtime.device(), listener);
         Ok(runtime)
     }
@@ -125,7 +121,7 @@ impl DeviceArguments {
     }
 
     fn options(&self) -> RuntimeOptions {
-        RuntimeOptions { provider: self.ep, adapter: self.adapter.clone() }
+        RuntimeOptions { provider: self.ep, adapter: self.adapter.clone(), tuning: None }
     }
 }
 

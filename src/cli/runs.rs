@@ -34,6 +34,7 @@ use crate::{
     },
     plan::Plan,
     runtime::Device,
+    user_cache::{named, user_cache},
 };
 
 /// The folder of all runs.
@@ -44,11 +45,7 @@ const DEFAULT_LIMIT: u64 = 2 << 30;
 
 /// `$VIADUCT_RUNS`, else `viaduct/runs` in the user's cache; none where the environment names no home.
 pub fn runs() -> Result<Option<Runs>, UsageError> {
-    let named = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    // A relative $XDG_CACHE_HOME counts as unset, says the XDG base directory specification.
-    let cache = || named("XDG_CACHE_HOME").filter(|path| path.is_absolute());
-    let cache = || cache().or_else(|| Some(named("HOME")?.join(".cache")));
-    let Some(root) = named(ROOT).or_else(|| Some(cache()?.join("viaduct/runs"))) else { return Ok(None) };
+    let Some(root) = named(ROOT).or_else(|| Some(user_cache()?.join("runs"))) else { return Ok(None) };
     let limit = match env::var(LIMIT) {
         Ok(text) => {
             let size: ByteSize = text.trim().parse().map_err(|e| UsageError(format!("{LIMIT}: {e}")))?;
@@ -181,7 +178,7 @@ fn device_identity(device: &Device, plan: &Plan) -> BTreeMap<String, String> {
         ("name", device.name.clone()),
         ("vendor and device id", format!("{:x}:{:x}", device.vendor_id, device.device_id)),
         ("driver", device.driver.clone()),
-        ("fused attention", device.fused_attention.to_string()),
+        ("tuning", serde_json::to_string(&device.tuning).unwrap_or_default()),
         ("ONNX Runtime", device.ort_version.clone()),
         ("WebGPU plugin", device.plugin_version.clone().unwrap_or_default()),
         ("settings", chunks(plan)),

@@ -11,7 +11,7 @@ use std::fmt;
 use serde::Serialize;
 use viaduct_export::{
     bytes::ByteSize,
-    device::{DeviceProfile, Provider},
+    device::DeviceProfile,
     memory::{PENDING_DISPATCHES, Predicted, StageMemory, TensorUse, analyse, symbols},
     onnx::Model,
     shapes::{Shapes, Sizes},
@@ -21,46 +21,8 @@ pub use self::{
     budget::Budget,
     model::{PlanError, PlannedModel},
 };
-use crate::runtime::{LowerError, Lowered, SCORE_LIMIT, lower_within};
-
-/// Every dispatch is submitted alone, so that what it frees can be taken again by the one after the next. It costs up to
-/// 4 % (docs/performance.md) and saves most, so that it is tried before smaller chunks.
-const FEWEST_DISPATCHES: u32 = 1;
-/// Halvings of the chunks that are tried. Smaller ones than an eighth cost much time and save little.
-const HALVINGS: u32 = 3;
-
-/// How one stage is set.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Settings {
-    /// Dispatches that WebGPU records before it submits them. Freed buffers are held until then.
-    pub pending_dispatches: u32,
-    /// Times that the chunks of attention are halved: those that the host drives, and the score tensors of one that is
-    /// written out.
-    pub halvings: u32,
-}
-
-impl Default for Settings {
-    fn default() -> Settings {
-        Settings { pending_dispatches: PENDING_DISPATCHES, halvings: 0 }
-    }
-}
-
-impl Settings {
-    /// All settings that a provider knows, the fastest first.
-    fn all(provider: Provider) -> impl Iterator<Item = Settings> {
-        let pending_dispatches = match provider {
-            Provider::WebGpu => FEWEST_DISPATCHES,
-            Provider::Cpu => PENDING_DISPATCHES,
-        };
-        let smaller = (0..=HALVINGS).map(move |halvings| Settings { pending_dispatches, halvings });
-        std::iter::once(Settings::default()).chain(smaller)
-    }
-
-    /// Bytes of the largest score tensor of an attention that is written out.
-    pub fn score_limit(&self) -> u64 {
-        SCORE_LIMIT >> self.halvings
-    }
-}
+pub use crate::runtime::Settings;
+use crate::runtime::{LowerError, Lowered, lower};
 
 /// One stage of the plan.
 #[derive(Clone, Debug, Serialize)]
@@ -122,7 +84,7 @@ pub fn analyse_stage(
     device: &DeviceProfile,
     settings: &Settings,
 ) -> (Result<Lowered, LowerError>, StageMemory, Shapes) {
-    let lowered = lower_within(model, device, sizes, &[], settings.score_limit());
+    let lowered = lower(model, device, sizes, &[], settings);
     let (memory, shapes) = analyse(model, sizes, device, settings.pending_dispatches);
     (lowered, memory, shapes)
 }
@@ -266,10 +228,10 @@ fn forms<'a>(
 ) -> impl Iterator<Item = (Settings, Sizes, Model)> + 'a {
     let symbols = symbols(&graph.graph);
     let mut before = None;
-    Settings::all(device.provider).filter_map(move |settings| {
+    Settings::all(device).filter_map(move |settings| {
         let sizes = sizes(&settings);
         let mut model = graph.clone();
-        let lowered = lower_within(&mut model, device, &sizes, &[], settings.score_limit());
+        let lowered = lower(&mut model, device, &sizes, &[], &settings);
         let own: Vec<_> = symbols.iter().map(|symbol| sizes.get(symbol).copied()).collect();
         let form = Some((settings.pending_dispatches, own, lowered.ok().map(|lowered| lowered.attention)));
         let changed = form != before;

@@ -2,12 +2,11 @@
 
 use viaduct_export::{
     bundle::{Bundle, BundleError, Stages},
-    memory::PENDING_DISPATCHES,
     onnx::{DType, Value, ValueType},
     shapes::Sizes,
 };
 
-use super::{Runtime, RuntimeError, SCORE_LIMIT, Stage, lower::lower_within, stage::CpuNodes};
+use super::{Runtime, RuntimeError, Settings, Stage, lower::lower, stage::CpuNodes};
 
 /// How a stage is to be opened.
 pub struct Binding<'a> {
@@ -15,10 +14,7 @@ pub struct Binding<'a> {
     pub sizes: &'a Sizes,
     /// Values inside the graph that become outputs: those whose name begins with one of these.
     pub exposed: &'a [&'a str],
-    /// Bytes of the largest score tensor of an attention that is written out.
-    pub score_limit: u64,
-    /// Dispatches that WebGPU records before it submits them.
-    pub pending_dispatches: u32,
+    pub settings: Settings,
     /// Bytes that the plan predicts for the stage's process, for whoever watches it.
     pub planned: Option<u64>,
 }
@@ -26,13 +22,7 @@ pub struct Binding<'a> {
 impl<'a> Binding<'a> {
     /// As usual, under these sizes.
     pub fn new(sizes: &'a Sizes) -> Binding<'a> {
-        Binding {
-            sizes,
-            exposed: &[],
-            score_limit: SCORE_LIMIT,
-            pending_dispatches: PENDING_DISPATCHES,
-            planned: None,
-        }
+        Binding { sizes, exposed: &[], settings: Settings::default(), planned: None }
     }
 }
 
@@ -58,10 +48,10 @@ impl Runtime {
         let inner: Vec<String> = inner.map(|(_, value)| value.name.clone()).collect();
         let exposed: Vec<&str> = inner.iter().map(String::as_str).collect();
         let unfit = |e| RuntimeError::Lower { stage: name.to_owned(), source: Box::new(e) };
-        lower_within(&mut model, &self.device().profile(), binding.sizes, &exposed, binding.score_limit)
+        lower(&mut model, &self.device().profile(), binding.sizes, &exposed, &binding.settings)
             .map_err(unfit)?;
         let cpu_nodes = if bundle.is_imported() { CpuNodes::Allowed } else { CpuNodes::Refused };
-        self.open_model_with(name, model, binding.pending_dispatches, cpu_nodes)
+        self.open_model_with(name, model, binding.settings.pending_dispatches, cpu_nodes)
     }
 }
 

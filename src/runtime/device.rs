@@ -4,13 +4,13 @@ use std::{cmp::Reverse, fmt, str::FromStr};
 
 use ort::{device::Device as OrtDevice, memory::DeviceType};
 use serde::{Deserialize, Serialize};
-use viaduct_export::device::DeviceProfile;
+use viaduct_export::{device::DeviceProfile, tuning::Tuning};
 
 use super::{
     Adapter, RuntimeError,
     env::{self, Env},
     memory::MemorySource,
-    selftest::may_fuse_attention,
+    tuned::{MeasuredOn, tuning_of_adapter, tuning_on},
     vulkan,
 };
 
@@ -89,8 +89,10 @@ pub struct Device {
     pub subgroup_size: Option<u32>,
     /// What Vulkan says about the adapter, limits included; none for the CPU provider.
     pub adapter: Option<Adapter>,
-    /// Whether the fused attention operator computes right here: see [`super::attention_self_test`].
-    pub fused_attention: bool,
+    /// Which forms of a graph are fastest here.
+    pub tuning: Tuning,
+    /// Whether that was measured on this device.
+    pub tuned: bool,
     pub ort_version: String,
     pub plugin_version: Option<String>,
     /// Why [`Provider::Auto`] chose the CPU.
@@ -101,7 +103,7 @@ impl Device {
     /// What graphs and plans need to know of the device.
     pub fn profile(&self) -> DeviceProfile {
         match &self.adapter {
-            Some(adapter) => adapter.profile(self.fused_attention),
+            Some(adapter) => adapter.profile(self.tuning.clone()),
             None => this_cpu(),
         }
     }
@@ -118,8 +120,7 @@ fn machine_memory() -> u64 {
 }
 
 /// The device that this machine would run graphs on, found out without ONNX Runtime, by the rules of [`Runtime::start`]:
-/// the adapter that Dawn would take, or the CPU provider where there is none or only one in software. Whether fused attention is right is not measured but expected of adapters
-/// that may pass the self-test.
+/// the adapter that Dawn would take, or the CPU provider where there is none or only one in software. Its tuning is the latest that was measured with the adapter.
 pub fn expected_profile(provider: Provider) -> Result<DeviceProfile, RuntimeError> {
     if provider == Provider::Cpu {
         return Ok(this_cpu());
@@ -131,7 +132,8 @@ pub fn expected_profile(provider: Provider) -> Result<DeviceProfile, RuntimeErro
             if provider == Provider::Auto && adapter.kind == DeviceKind::Software {
                 return Ok(this_cpu());
             }
-            Ok(adapter.profile(may_fuse_attention(adapter.kind, adapter.subgroup_size)))
+            let tuning = tuning_of_adapter(&adapter).unwrap_or_default();
+            Ok(adapter.profile(tuning))
         }
         Err(reason) if provider == Provider::WebGpu => Err(RuntimeError::NoAdapter { reason }),
         Err(_) => Ok(this_cpu()),
@@ -153,6 +155,8 @@ pub struct RuntimeOptions {
     pub provider: Provider,
     /// A part of the name of the Vulkan adapter to use, in any case.
     pub adapter: Option<String>,
+    /// What the device is taken to be best at, instead of what was measured there.
+    pub tuning: Option<Tuning>,
 }
 
 /// ONNX Runtime on one device; makes sessions, one at a time.
@@ -182,6 +186,7 @@ impl Runtime {
                 Err(e) => cpu(env, Some(e.to_string())),
             },
         };
+        let device = tuned(device, options.tuning.as_ref());
         if let Some(note) = &device.note {
             tracing::warn!("running on the CPU: {note}");
         }
@@ -198,6 +203,19 @@ impl Runtime {
     }
 }
 
+/// The device with the tuning that is asked for, or that was measured there.
+fn tuned(mut device: Device, wanted: Option<&Tuning>) -> Device {
+    let known = match device.provider {
+        Provider::Cpu => None,
+        _ => tuning_on(&MeasuredOn::of(&device)),
+    };
+    device.tuned |= known.is_some();
+    if let Some(tuning) = wanted.cloned().or(known) {
+        device.tuning = tuning;
+    }
+    device
+}
+
 fn cpu(env: &Env, note: Option<String>) -> Device {
     Device {
         provider: Provider::Cpu,
@@ -210,7 +228,8 @@ fn cpu(env: &Env, note: Option<String>) -> Device {
         f16: true,
         subgroup_size: None,
         adapter: None,
-        fused_attention: true,
+        tuning: Tuning::fused(),
+        tuned: true,
         ort_version: env.version.clone(),
         plugin_version: None,
         note,
@@ -235,7 +254,8 @@ fn webgpu(env: &'static Env, wanted: Option<&str>) -> Result<Device, RuntimeErro
         f16: adapter.f16,
         subgroup_size: Some(adapter.subgroup_size),
         adapter: Some(adapter),
-        fused_attention: false,
+        tuning: Tuning::default(),
+        tuned: false,
         ort_version: env.version.clone(),
         plugin_version: Some(plugin),
         note: None,

@@ -13,8 +13,7 @@ use viaduct_export::{
     shapes::{Shapes, infer},
 };
 
-/// The largest score tensor, in bytes: WebGPU promises that a binding may cover this much.
-pub const SCORE_LIMIT: u64 = 128 << 20;
+use super::Settings;
 
 /// Why a graph cannot be lowered.
 #[derive(Debug, thiserror::Error)]
@@ -62,21 +61,10 @@ pub fn lower(
     device: &DeviceProfile,
     dims: &BTreeMap<String, usize>,
     expose: &[&str],
-) -> Result<Lowered, LowerError> {
-    lower_within(model, device, dims, expose, SCORE_LIMIT)
-}
-
-/// [`lower`] with a limit of its own for the score tensor, in bytes.
-pub fn lower_within(
-    model: &mut Model,
-    device: &DeviceProfile,
-    dims: &BTreeMap<String, usize>,
-    expose: &[&str],
-    score_limit: u64,
+    settings: &Settings,
 ) -> Result<Lowered, LowerError> {
     let mut lowered = Lowered::default();
-    let limit = score_limit.min(device.max_binding);
-    let plans = attentions(model, dims, device.fused_attention, limit)?;
+    let plans = attentions(model, dims, device, settings)?;
     for plan in plans {
         lowered.attention.push(plan.outcome());
         if let Form::Written(written) = &plan.form {
@@ -128,17 +116,22 @@ impl Plan {
 fn attentions(
     model: &Model,
     dims: &BTreeMap<String, usize>,
-    fused: bool,
-    limit: u64,
+    device: &DeviceProfile,
+    settings: &Settings,
 ) -> Result<Vec<Plan>, LowerError> {
     let known = Known { model, dims, inferred: OnceCell::new() };
     let nodes = model.graph.nodes().filter(|(_, node)| node.is_contrib("MultiHeadAttention"));
     nodes
         .map(|(id, node)| {
             // Devices are tested with the operator without a mask only.
-            let form = match fused && node.input(5).is_none() {
+            let maskless = node.input(5).is_none();
+            let rows = node.input(1).and_then(|keys| known.size(keys, 1));
+            let form = match maskless && settings.fuses(device, rows.unwrap_or(1)) {
                 true => Form::Fused,
-                false => Form::Written(written(node, &known, limit)?),
+                false => {
+                    let limit = settings.score_bytes(device, rows.unwrap_or(1));
+                    Form::Written(written(node, &known, limit)?)
+                }
             };
             Ok(Plan { node: id, name: node.name.clone(), form })
         })

@@ -19,23 +19,16 @@ const HEAD_SIZE: usize = 64;
 const ALLOWED: f32 = 5e-3;
 const SMALLEST_SUBGROUP: u32 = 32;
 
-/// Whether the fused attention operator computes right on the device; the answer is kept in
-/// [`super::Device::fused_attention`]. It runs only on adapters that may pass.
-pub fn attention_self_test(runtime: &mut Runtime) -> Result<bool, RuntimeError> {
+/// Whether the fused attention operator computes right on the device. It runs only on adapters that may pass.
+pub fn fused_attention_is_right(runtime: &mut Runtime) -> Result<bool, RuntimeError> {
     let device = &runtime.device;
-    if device.provider == Provider::WebGpu {
-        let hopeful = may_fuse_attention(device.kind, device.subgroup_size.unwrap_or(0));
-        runtime.device.fused_attention = hopeful && fused_attention_is_right(runtime)?;
+    if device.provider == Provider::Cpu {
+        return Ok(true);
     }
-    Ok(runtime.device.fused_attention)
-}
-
-/// Whether an adapter may pass the self-test.
-pub(super) fn may_fuse_attention(kind: DeviceKind, subgroup_size: u32) -> bool {
-    kind != DeviceKind::Software && subgroup_size >= SMALLEST_SUBGROUP
-}
-
-fn fused_attention_is_right(runtime: &mut Runtime) -> Result<bool, RuntimeError> {
+    let small = device.subgroup_size.unwrap_or(0) < SMALLEST_SUBGROUP;
+    if small || device.kind == DeviceKind::Software {
+        return Ok(false);
+    }
     let stage = "attention self-test";
     let failed = |reason: String| RuntimeError::Open { stage: stage.to_owned(), reason };
     let bytes = model_bytes(&attention_model()).map_err(|e| failed(e.to_string()))?;

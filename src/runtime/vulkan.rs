@@ -7,7 +7,10 @@ use std::{
 
 use ash::{Entry, Instance, vk};
 use serde::{Deserialize, Serialize};
-use viaduct_export::device::{DAWN_STORAGE_BUFFERS, DeviceProfile, NVIDIA_BINDING, Provider};
+use viaduct_export::{
+    device::{DAWN_STORAGE_BUFFERS, DeviceProfile, NVIDIA_BINDING, Provider},
+    tuning::Tuning,
+};
 
 use super::DeviceKind;
 
@@ -39,7 +42,7 @@ pub struct Adapter {
 
 impl Adapter {
     /// The adapter as graphs and plans see it: its limits as Dawn passes them on.
-    pub fn profile(&self, fused_attention: bool) -> DeviceProfile {
+    pub fn profile(&self, tuning: Tuning) -> DeviceProfile {
         let driver = if self.vendor_id == NVIDIA { NVIDIA_BINDING } else { u64::MAX };
         let max_binding = self.max_storage_buffer_range.min(self.max_buffer).min(driver);
         DeviceProfile {
@@ -53,7 +56,7 @@ impl Adapter {
             max_binding: max_binding & !3,
             max_buffer: self.max_buffer,
             max_storage_buffers: self.max_storage_buffers.min(DAWN_STORAGE_BUFFERS),
-            fused_attention,
+            tuning,
         }
     }
 }

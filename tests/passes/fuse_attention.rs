@@ -1,5 +1,5 @@
 use viaduct::{
-    runtime::{Runtime, lower},
+    runtime::{Runtime, Settings, lower},
     tensor::HostTensor,
 };
 use viaduct_export::{
@@ -7,6 +7,7 @@ use viaduct_export::{
     onnx::{DType, Dim, Model, ValueType},
     passes::{AttentionForm, Pass, Settings, pass},
     shapes::Sizes,
+    tuning::Tuning,
 };
 
 use crate::{
@@ -76,9 +77,9 @@ fn modules_that_torch_exports_are_fused() {
 }
 
 fn lowered(model: &Model, sizes: &Sizes) -> Model {
-    let device = DeviceProfile { fused_attention: false, ..cpu().device().profile() };
+    let device = DeviceProfile { tuning: Tuning::default(), ..cpu().device().profile() };
     let mut written = model.clone();
-    lower(&mut written, &device, sizes, &[]).unwrap();
+    lower(&mut written, &device, sizes, &[], &Settings::default()).unwrap();
     written
 }
 

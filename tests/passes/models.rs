@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use viaduct::{
-    runtime::lower,
+    runtime::{Settings, lower},
     tensor::{HostTensor, Values},
 };
 use viaduct_export::{
@@ -11,6 +11,7 @@ use viaduct_export::{
     onnx::{DType, Dim, Model, ValueId, ValueType, read_graph, read_model},
     passes::{AttentionForm, Facts, Settings, apply, sequence},
     shapes::Sizes,
+    tuning::Tuning,
 };
 
 use crate::foreign::hold;
@@ -165,10 +166,10 @@ fn compare(original: &Model, model: &Model, file: &File, bar: f32, mut gpu: Opti
         println!("{} CPU: {error:.2e}", file.name);
         assert!(error <= bar, "{}: {error:e}", file.name);
         let Some(gpu) = &mut gpu else { continue };
-        let device = DeviceProfile { fused_attention: false, ..gpu.runtime.device().profile() };
+        let device = DeviceProfile { tuning: Tuning::default(), ..gpu.runtime.device().profile() };
         let all: Sizes = sizes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect();
         let mut lowered = model.clone();
-        lower(&mut lowered, &device, &all, &[]).unwrap();
+        lower(&mut lowered, &device, &all, &[], &Settings::default()).unwrap();
         // Fails if a single node has to run on the CPU.
         let y = run(&mut gpu.runtime, &lowered, &feeds, &[&name]).unwrap();
         let error = relative_error(&y[0].to_f32(), &expected);

@@ -176,5 +176,6 @@ pub fn relative_error(a: &[f32], b: &[f32]) -> f32 {
 }
 
 pub fn cpu() -> Runtime {
-    Runtime::start(&RuntimeOptions { provider: Provider::Cpu, adapter: None }).expect("the CPU provider")
+    Runtime::start(&RuntimeOptions { provider: Provider::Cpu, ..RuntimeOptions::default() })
+        .expect("the CPU provider")
 }

@@ -17,7 +17,7 @@ pub fn webgpu() -> Option<WebGpu> {
     // Mesa's software adapter calls exp2f from f16 shaders, finds it only where the program has loaded it, and crashes
     // otherwise: not every test would.
     std::hint::black_box(std::hint::black_box(1f32).exp2());
-    match Runtime::start(&RuntimeOptions { provider: Provider::WebGpu, adapter: None }) {
+    match Runtime::start(&RuntimeOptions { provider: Provider::WebGpu, ..RuntimeOptions::default() }) {
         Ok(runtime) => Some(WebGpu { runtime, _alone: alone }),
         Err(e) if std::env::var("CI").is_ok_and(|v| v == "true") => panic!("{e}"),
         Err(e) => {

@@ -1,5 +1,7 @@
 //! What every architecture authors with: a builder, the checkpoint's weights and the precision to store them in.
 
+use std::ops::Range;
+
 use crate::{
     onnx::{Attribute, Builder, DType, Model, Tensor, ValueId},
     quant::{self, BlockFormat, F16_MAX, QuantError},
@@ -22,6 +24,13 @@ pub struct Linear<'a> {
     pub bias: Option<&'a str>,
     pub inputs: usize,
     pub outputs: usize,
+}
+
+/// A weight [outputs, inputs] that a value is to be multiplied with.
+struct Matrix {
+    name: String,
+    tensor: Tensor,
+    format: WeightFormat,
 }
 
 /// One graph under construction over one component's checkpoint.
@@ -62,12 +71,8 @@ impl<'a> Author<'a> {
     /// `x W^T + b` with the weight stored in the format that the precision's rules give it. The result has the type
     /// of `x`.
     pub fn linear(&mut self, x: ValueId, layer: &Linear<'_>) -> Result<ValueId, AuthorError> {
-        let y = match self.precision.format_of(layer.weight) {
-            WeightFormat::Q8 => self.quantized_matmul(x, layer, 8)?,
-            WeightFormat::Q4 => self.quantized_matmul(x, layer, 4)?,
-            WeightFormat::F16 => self.plain_matmul(x, layer, DType::F16)?,
-            WeightFormat::F32 => self.plain_matmul(x, layer, DType::F32)?,
-        };
+        let weight = self.matrix(layer.weight, layer.inputs, layer.outputs)?;
+        let y = self.multiply(x, weight)?;
         let Some(bias) = layer.bias else { return Ok(y) };
         let bias = self.weight(bias, &[layer.outputs], self.graph.dtype(y))?;
         Ok(self.graph.add(y, bias))
@@ -84,17 +89,49 @@ impl<'a> Author<'a> {
         self.linear(x, &Linear { weight, bias: None, inputs, outputs })
     }
 
+    /// [`Author::project`] of two values that lie beside each other in the columns of the input, which is never put
+    /// together: the sum of their products with their columns of the weight. The first is kept finite, so that the sum
+    /// cannot be infinity less infinity. Each comes with its width.
+    pub fn project_both(
+        &mut self,
+        [(first, width), (second, rest)]: [(ValueId, usize); 2],
+        weight: &str,
+        outputs: usize,
+    ) -> Result<ValueId, AuthorError> {
+        let inputs = width + rest;
+        let mut product = |x, columns: Range<usize>| {
+            let mut part = self.matrix(weight, inputs, outputs)?;
+            part.name = format!("{weight}[:,{}:{}]", columns.start, columns.end);
+            part.tensor = in_tensor(weight, quant::slice(part.tensor, 1, columns))?;
+            self.multiply(x, part)
+        };
+        let first = product(first, 0..width)?;
+        let second = product(second, width..inputs)?;
+        let first = if self.graph.dtype(first) == DType::F16 { self.clamp(first) } else { first };
+        Ok(self.graph.add(first, second))
+    }
+
+    /// A weight of the checkpoint in the format that the precision's rules give it.
+    fn matrix(&self, weight: &str, inputs: usize, outputs: usize) -> Result<Matrix, AuthorError> {
+        let tensor = self.weights.tensor(weight, &[outputs, inputs])?;
+        Ok(Matrix { name: weight.to_owned(), tensor, format: self.precision.format_of(weight) })
+    }
+
+    fn multiply(&mut self, x: ValueId, weight: Matrix) -> Result<ValueId, AuthorError> {
+        match weight.format {
+            WeightFormat::Q8 => self.quantized_matmul(x, weight, 8),
+            WeightFormat::Q4 => self.quantized_matmul(x, weight, 4),
+            WeightFormat::F16 => self.plain_matmul(x, weight, DType::F16),
+            WeightFormat::F32 => self.plain_matmul(x, weight, DType::F32),
+        }
+    }
+
     /// MatMul with the weight transposed to [inputs, outputs] when it is written. Where the stored type differs from
     /// that of `x`, the product is computed in f32.
-    fn plain_matmul(
-        &mut self,
-        x: ValueId,
-        layer: &Linear<'_>,
-        stored: DType,
-    ) -> Result<ValueId, AuthorError> {
-        let tensor = self.tensor(layer.weight, &[layer.outputs, layer.inputs], stored)?;
-        let tensor = in_tensor(layer.weight, quant::transpose(tensor))?;
-        let weight = self.graph.constant(layer.weight, tensor);
+    fn plain_matmul(&mut self, x: ValueId, weight: Matrix, stored: DType) -> Result<ValueId, AuthorError> {
+        let tensor = in_tensor(&weight.name, quant::cast(weight.tensor, stored))?;
+        let tensor = in_tensor(&weight.name, quant::transpose(tensor))?;
+        let weight = self.graph.constant(&weight.name, tensor);
         let like = self.graph.dtype(x);
         let math = if stored == like { like } else { DType::F32 };
         let (x, weight) = (self.graph.cast(x, math), self.graph.cast(weight, math));
@@ -102,8 +139,14 @@ impl<'a> Author<'a> {
         Ok(self.graph.cast(y, like))
     }
 
-    fn quantized_matmul(&mut self, x: ValueId, layer: &Linear<'_>, bits: u8) -> Result<ValueId, AuthorError> {
-        let tensor = self.weights.tensor(layer.weight, &[layer.outputs, layer.inputs])?;
+    fn quantized_matmul(&mut self, x: ValueId, weight: Matrix, bits: u8) -> Result<ValueId, AuthorError> {
+        let [outputs, inputs] = weight.tensor.shape[..] else {
+            let (found, expected) = (weight.tensor.shape, "a matrix");
+            return Err(AuthorError::Quant {
+                tensor: weight.name,
+                source: QuantError::Shape { found, expected },
+            });
+        };
         let format = BlockFormat {
             bits,
             block: self.precision.block,
@@ -111,14 +154,14 @@ impl<'a> Author<'a> {
             scale: self.graph.dtype(x),
         };
         let names = ["codes", "scales", "zero_points"];
-        let parts = in_tensor(layer.weight, quant::quantized_initializers(tensor, &format))?;
+        let parts = in_tensor(&weight.name, quant::quantized_initializers(weight.tensor, &format))?;
         let mut operands = vec![x];
         for (part, tensor) in names.iter().zip(parts) {
-            operands.push(self.graph.constant(&format!("{}.{part}", layer.weight), tensor));
+            operands.push(self.graph.constant(&format!("{}.{part}", weight.name), tensor));
         }
         let attributes = [
-            ("K", Attribute::Int(layer.inputs as i64)),
-            ("N", Attribute::Int(layer.outputs as i64)),
+            ("K", Attribute::Int(inputs as i64)),
+            ("N", Attribute::Int(outputs as i64)),
             ("bits", Attribute::Int(i64::from(bits))),
             ("block_size", Attribute::Int(format.block as i64)),
             ("accuracy_level", Attribute::Int(self.precision.accuracy_level)),

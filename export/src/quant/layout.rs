@@ -1,4 +1,4 @@
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use rayon::prelude::*;
 
@@ -23,16 +23,25 @@ pub fn transpose(tensor: Tensor) -> Result<Tensor, QuantError> {
 
 /// Index `index` along axis `axis`, which goes, when it is written.
 pub fn select(tensor: Tensor, axis: usize, index: usize) -> Result<Tensor, QuantError> {
-    let within = |size: &usize| index < *size;
+    let mut selected = slice(tensor, axis, index..index.saturating_add(1))?;
+    selected.shape.remove(axis);
+    Ok(selected)
+}
+
+/// The indices of a range along axis `axis`, when it is written.
+pub fn slice(tensor: Tensor, axis: usize, range: Range<usize>) -> Result<Tensor, QuantError> {
+    let within = |size: &usize| range.start <= range.end && range.end <= *size;
     if !tensor.shape.get(axis).is_some_and(within) {
-        return Err(QuantError::Shape { found: tensor.shape, expected: "an axis that has the index" });
+        return Err(QuantError::Shape { found: tensor.shape, expected: "an axis that has the indices" });
     }
     let (dtype, size) = (tensor.dtype, element_size(tensor.dtype)?);
+    let inner = tensor.shape[axis + 1..].iter().product::<usize>() * size;
+    let step = inner * tensor.shape[axis];
     let mut shape = tensor.shape.clone();
-    let count = shape.remove(axis);
+    shape[axis] = range.len();
     let len = shape.iter().product::<usize>() * size;
-    let run = shape[axis..].iter().product::<usize>() * size;
-    let source = Arc::new(Select { tensor, len, run, step: run * count, offset: run * index });
+    let source =
+        Arc::new(Select { tensor, len, run: inner * range.len(), step, offset: inner * range.start });
     Ok(Tensor { dtype, shape, bytes: Bytes::Computed { source, part: 0, len } })
 }
 

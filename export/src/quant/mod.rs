@@ -17,7 +17,7 @@ mod pack;
 pub use cast::cast;
 pub use error::QuantError;
 pub use finite::fits_blocks;
-pub use layout::{select, transpose};
+pub use layout::{select, slice, transpose};
 pub use nbits::{
     BlockFormat, QuantizeCompute, Quantized, dequantize, quantize, quantize_tensor, quantized_initializers,
 };

@@ -316,8 +316,7 @@ impl<'a> Flux2<'a> {
         let binding = Binding {
             sizes,
             exposed: if internals { &["dit_", "vae_"] } else { &[] },
-            score_limit: settings.score_limit(),
-            pending_dispatches: settings.pending_dispatches,
+            settings,
             planned: plan.and_then(|plan| plan.bytes(name)),
         };
         let described = self.bundle.stage(name)?;

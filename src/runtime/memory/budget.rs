@@ -103,6 +103,8 @@ pub fn effective_budget(
 
 #[cfg(test)]
 mod tests {
+    use viaduct_export::tuning::Tuning;
+
     use super::*;
     use crate::runtime::memory::{CgroupMemory, Pool};
 
@@ -152,7 +154,7 @@ mod tests {
             max_binding: GIB,
             max_buffer: GIB,
             max_storage_buffers: 10,
-            fused_attention: true,
+            tuning: Tuning::default(),
         };
         let (unified, discrete, cpu) =
             (device(Provider::WebGpu, true), device(Provider::WebGpu, false), device(Provider::Cpu, true));

@@ -13,7 +13,7 @@ use super::{
     exchange::Exchange,
     protocol::{Open, Reply, Request, TensorRef},
 };
-use crate::runtime::{Binding, Runtime, RuntimeError, RuntimeOptions, Stage, attention_self_test, peak};
+use crate::runtime::{Binding, Runtime, RuntimeError, Stage, peak};
 
 /// Makes a worker misbehave, for tests of its parent: `hang:STAGE` never closes the stage, `crash:STAGE` aborts in its
 /// run, `babble:STAGE` answers it with nonsense, `linger` never ends.
@@ -22,9 +22,9 @@ const MISBEHAVIOUR: &str = "VIADUCT_TEST_WORKER";
 /// Serves the parent at the other end of standard input and output until it closes them.
 pub fn serve() -> io::Result<()> {
     let mut parent = Parent::connect()?;
-    let Some(Request::Start { options, fused_attention, exchange }) = parent.next()? else { return Ok(()) };
+    let Some(Request::Start { options, exchange }) = parent.next()? else { return Ok(()) };
     let mut exchange = Exchange::new(exchange.path(), &format!("c{}-", std::process::id()));
-    let mut runtime = match start(&options, fused_attention) {
+    let mut runtime = match Runtime::start(&options) {
         Ok(runtime) => runtime,
         Err(e) => return parent.fail(&e),
     };
@@ -44,21 +44,12 @@ pub fn serve() -> io::Result<()> {
     Ok(())
 }
 
-fn start(options: &RuntimeOptions, fused_attention: Option<bool>) -> Result<Runtime, RuntimeError> {
-    let mut runtime = Runtime::start(options)?;
-    match fused_attention {
-        Some(known) => runtime.device.fused_attention = known,
-        None => drop(attention_self_test(&mut runtime)?),
-    }
-    Ok(runtime)
-}
-
 fn open<'r>(runtime: &'r mut Runtime, wanted: &Open) -> Result<Stage<'r>, RuntimeError> {
     peak::restart();
     let bundle = Bundle::open(Path::new(&wanted.bundle))?;
     let exposed: Vec<&str> = wanted.exposed.iter().map(String::as_str).collect();
-    let &Open { ref sizes, score_limit, pending_dispatches, .. } = wanted;
-    let binding = Binding { sizes, exposed: &exposed, score_limit, pending_dispatches, planned: None };
+    let binding =
+        Binding { sizes: &wanted.sizes, exposed: &exposed, settings: wanted.settings, planned: None };
     runtime.open_stage(&bundle, &wanted.stage, &binding)
 }
 

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, ffi::OsStr, os::unix::ffi::OsStrExt, path::Path
 use serde::{Deserialize, Serialize};
 use viaduct_export::shapes::Sizes;
 
-use crate::runtime::{Device, RuntimeOptions};
+use crate::runtime::{Device, RuntimeOptions, Settings};
 
 /// A path as the system has it, which need not be UTF-8.
 #[derive(Debug, Serialize, Deserialize)]
@@ -28,8 +28,6 @@ pub(super) enum Request {
     /// Load the libraries and settle on a device. `exchange` is the folder of all tensors' files.
     Start {
         options: RuntimeOptions,
-        /// What an earlier child's self-test found.
-        fused_attention: Option<bool>,
         exchange: PathBytes,
     },
     Open(Open),
@@ -51,8 +49,7 @@ pub(super) struct Open {
     pub stage: String,
     pub sizes: Sizes,
     pub exposed: Vec<String>,
-    pub score_limit: u64,
-    pub pending_dispatches: u32,
+    pub settings: Settings,
 }
 
 /// From the child: the answer to each request, in order.

@@ -69,7 +69,9 @@ impl Workers {
         watchdog: Option<Watchdog>,
     ) -> Result<Workers, RuntimeError> {
         let exchange = Exchange::new(exchange, "p");
-        let (child, device) = start_child(&options, None, exchange.folder())?;
+        let (child, device) = start_child(&options, exchange.folder())?;
+        // Later children take the tuning for which the plan is made.
+        options.tuning = Some(device.tuning.clone());
         let mut child = Some(Watched { guard: None, process: child });
         if device.provider == Provider::Cpu && options.provider != Provider::Cpu {
             // This one has Vulkan's libraries in its memory, for nothing.
@@ -88,8 +90,7 @@ impl Workers {
             child.stop();
         }
         if self.child.is_none() {
-            let known = Some(self.device.fused_attention);
-            let (process, _) = start_child(&self.options, known, self.exchange.folder())?;
+            let (process, _) = start_child(&self.options, self.exchange.folder())?;
             self.child = Some(Watched { guard: None, process });
         }
         self.component = component.to_owned();
@@ -131,14 +132,10 @@ fn unexpected(what: &str) -> RuntimeError {
     RuntimeError::WorkerUnusable { problem: format!("said what nobody expected: {what}") }
 }
 
-fn start_child(
-    options: &RuntimeOptions,
-    fused_attention: Option<bool>,
-    exchange: &Path,
-) -> Result<(Process, Device), RuntimeError> {
+fn start_child(options: &RuntimeOptions, exchange: &Path) -> Result<(Process, Device), RuntimeError> {
     let mut child = Process::start()?;
     let exchange = PathBytes::of(exchange);
-    let request = Request::Start { options: options.clone(), fused_attention, exchange };
+    let request = Request::Start { options: options.clone(), exchange };
     match child.ask(&request, None) {
         Ok(Reply::Started { device }) => Ok((child, *device)),
         Ok(Reply::Failed { message, exit_code }) => Err(RuntimeError::Worker { message, exit_code }),
@@ -175,8 +172,7 @@ impl Executor for Workers {
             stage: name.to_owned(),
             sizes: binding.sizes.clone(),
             exposed: binding.exposed.iter().map(|prefix| (*prefix).to_owned()).collect(),
-            score_limit: binding.score_limit,
-            pending_dispatches: binding.pending_dispatches,
+            settings: binding.settings,
         });
         match self.ask(name, &request)? {
             Reply::Opened { outputs, nodes } => Ok(Box::new(RemoteStage {

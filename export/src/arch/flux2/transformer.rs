@@ -212,8 +212,8 @@ fn single_block(
     let k = rotate_heads(a, s, k);
     let attended = joint_attention(a, [q, k, v], &joint_rows(s.config.width()), s.config.num_attention_heads);
     let activated = gated(a, s, y, 3 * width);
-    let y = a.graph.concat(&[attended, activated], -1);
-    let y = a.project(y, &format!("{prefix}to_out.weight"), width + inner, width)?;
+    let columns = [(attended, width), (activated, inner)];
+    let y = a.project_both(columns, &format!("{prefix}to_out.weight"), width)?;
     Ok(add_branch(a, x, y, Some(m.gate)))
 }
 

@@ -1,0 +1,66 @@
+//! How a stage is set, where speed and memory are traded for each other.
+
+use serde::{Deserialize, Serialize};
+use viaduct_export::{
+    device::{DeviceProfile, Provider},
+    memory::PENDING_DISPATCHES,
+    tuning::{AttentionForm, PROMISED_BINDING},
+};
+
+/// Every dispatch is submitted alone, so that what it frees can be taken again by the one after the next. It costs up to
+/// 4 % (docs/performance.md) and saves most, so that it is tried before smaller chunks.
+const FEWEST_DISPATCHES: u32 = 1;
+/// Halvings of the chunks that are tried. Smaller ones than an eighth cost much time and save little.
+const HALVINGS: u32 = 3;
+
+/// How one stage is set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Settings {
+    /// Dispatches that WebGPU records before it submits them. Freed buffers are held until then.
+    pub pending_dispatches: u32,
+    /// Times that the chunks of attention are halved: those that the host drives, and the score tensors of one that is
+    /// written out.
+    pub halvings: u32,
+    /// Attention without a mask is the fused operator, whatever is faster.
+    pub fused: bool,
+}
+
+impl Default for Settings {
+    fn default() -> Settings {
+        Settings { pending_dispatches: PENDING_DISPATCHES, halvings: 0, fused: false }
+    }
+}
+
+impl Settings {
+    /// All settings that make sense on a device, the fastest first.
+    pub fn all(device: &DeviceProfile) -> impl Iterator<Item = Settings> + use<> {
+        let fewest = match device.provider {
+            Provider::WebGpu => FEWEST_DISPATCHES,
+            Provider::Cpu => PENDING_DISPATCHES,
+        };
+        let fastest = device.tuning.pending_dispatches;
+        let dispatches = [fastest, fastest.min(PENDING_DISPATCHES)];
+        let whole =
+            dispatches.map(|pending_dispatches| Settings { pending_dispatches, ..Settings::default() });
+        let smaller = move |halvings| Settings { pending_dispatches: fewest, halvings, fused: false };
+        let fused = Settings { fused: true, ..smaller(HALVINGS) };
+        let last = device.tuning.fused_attention.then_some(fused);
+        whole.into_iter().chain((0..=HALVINGS).map(smaller)).chain(last)
+    }
+
+    /// Whether attention without a mask over so many rows is the fused operator.
+    pub fn fuses(&self, device: &DeviceProfile, rows: usize) -> bool {
+        self.fused || device.tuning.attention_at(rows) == AttentionForm::Fused
+    }
+
+    /// Bytes of the largest score tensor of an attention over so many rows that is written out. The first halving takes
+    /// what every device can bind, instead of what is fastest.
+    pub fn score_bytes(&self, device: &DeviceProfile, rows: usize) -> u64 {
+        let fastest = device.tuning.attention_at(rows).score_bytes();
+        let bytes = match self.halvings {
+            0 => fastest,
+            halvings => fastest.min(PROMISED_BINDING) >> (halvings - 1),
+        };
+        bytes.min(device.max_binding)
+    }
+}
