@@ -9,5 +9,6 @@ pub mod plot;
 pub mod report;
 pub mod runtime;
 pub mod tensor;
+pub mod tune;
 pub mod user_cache;
 pub mod verify;

@@ -1,5 +1,6 @@
 //! `viaduct doctor`
 
+use anyhow::bail;
 use clap::Args;
 use serde_json::{Value, json};
 use viaduct_export::{
@@ -7,10 +8,13 @@ use viaduct_export::{
     tuning::{AttentionForm, TunedAttention, Tuning},
 };
 
-use super::DeviceArguments;
-use crate::runtime::{
-    Adapter, Device, DeviceKind, Runtime, RuntimeError, adapters,
-    memory::{GpuMemory, HostMemory, MemorySource, Pool},
+use super::{DeviceArguments, ProgressArguments, ProgressStyle, exit::UsageError, progress::Progress};
+use crate::{
+    runtime::{
+        Adapter, Device, DeviceKind, Provider, Runtime, RuntimeError, adapters, keep_tuning,
+        memory::{GpuMemory, HostMemory, MemorySource, Pool},
+    },
+    tune::{AttentionTime, LinearRate, Measured, tune},
 };
 
 /// Show adapters, drivers, limits, memory and runtime versions, and what to install if something is missing.
@@ -19,21 +23,52 @@ pub struct Arguments {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
+    /// Test the device, measure which forms of graphs are fastest there, and keep that for later runs
+    #[arg(long)]
+    tune: bool,
     #[command(flatten)]
     device: DeviceArguments,
+    #[command(flatten)]
+    progress: ProgressArguments,
 }
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let vulkan = adapters();
     // The report itself says what was chosen.
-    let started = arguments.device.start(&mut |_| ());
+    let mut started = arguments.device.start(&mut |_| ());
+    let measured = match (&mut started, arguments.tune) {
+        (Ok(runtime), true) => Some(measure(runtime, arguments.progress.progress)?),
+        _ => None,
+    };
     if arguments.json {
-        println!("{}", report(&vulkan, &started));
+        let mut report = report(&vulkan, &started);
+        if let Some(measured) = measured {
+            report["measured"] = serde_json::to_value(measured)?;
+        }
+        println!("{report}");
     } else {
+        if let Some(measured) = &measured {
+            print_measured(measured);
+        }
         print(&vulkan, &started);
     }
     started.map(drop)?;
     Ok(())
+}
+
+/// Tunes for the device and keeps what was found.
+fn measure(runtime: &mut Runtime, style: ProgressStyle) -> anyhow::Result<Measured> {
+    if runtime.device().provider == Provider::Cpu {
+        let why = runtime.device().note.clone().unwrap_or_else(|| "--ep cpu was asked for".to_owned());
+        bail!(UsageError(format!("nothing is tuned for the CPU provider, which would run here ({why})")));
+    }
+    let mut progress = Progress::new(style);
+    let measured = tune(runtime, &mut progress)?;
+    drop(progress);
+    runtime.set_tuning(measured.tuning.clone());
+    let file = keep_tuning(runtime.device(), &measured.tuning)?;
+    eprintln!("kept in {}", file.display());
+    Ok(measured)
 }
 
 /// Memory of the machine and of its GPUs; nothing where the kernel does not tell.
@@ -202,13 +237,48 @@ fn print_tuning(tuning: &Tuning) {
     let fused = if tuning.fused_attention { "right" } else { "wrong or not tried, never used" };
     println!("tuning    fused attention: {fused}");
     for TunedAttention { rows, form } in &tuning.attention {
-        let form = match form {
-            AttentionForm::Fused => "fused".to_owned(),
-            AttentionForm::Written { score_bytes } => {
-                format!("written out, scores up to {}", ByteSize(*score_bytes))
-            }
-        };
+        let form = form_in_words(*form);
         println!("          attention over about {rows} rows: {form}");
     }
     println!("          {} dispatches per submission", tuning.pending_dispatches);
+}
+
+fn print_measured(measured: &Measured) {
+    for test in &measured.tests {
+        let verdict = match (test.passed, test.error) {
+            (true, _) => "passed".to_owned(),
+            (false, Some(error)) => format!("failed, off by {error:.0e}: {}", test.otherwise),
+            (false, None) => format!("not tried on such an adapter: {}", test.otherwise),
+        };
+        println!("test      {}: {verdict}", test.name);
+    }
+    for time in &measured.attention {
+        let AttentionTime { rows, form, seconds, rate } = time;
+        let (form, ms, rate) = (form_in_words(*form), seconds * 1e3, rate_in_words(*rate));
+        println!("measured  attention over {rows} rows, {form}: {ms:.3} ms, {rate}");
+    }
+    for (count, seconds) in &measured.dispatches {
+        println!("measured  {count} dispatches per submission: {:.3} ms", seconds * 1e3);
+    }
+    for linear in &measured.linears {
+        let LinearRate { bits, block, accuracy_level, rate } = linear;
+        let rate = rate_in_words(*rate);
+        println!(
+            "measured  {bits}-bit weights in blocks of {block}, accuracy level {accuracy_level}: {rate}"
+        );
+    }
+}
+
+fn form_in_words(form: AttentionForm) -> String {
+    match form {
+        AttentionForm::Fused => "fused".to_owned(),
+        AttentionForm::Written { score_bytes } => {
+            format!("written out, scores up to {}", ByteSize(score_bytes))
+        }
+    }
+}
+
+/// Floating-point operations in a second.
+fn rate_in_words(rate: f64) -> String {
+    if rate < 1e12 { format!("{:.1} GFLOP/s", rate / 1e9) } else { format!("{:.1} TFLOP/s", rate / 1e12) }
 }

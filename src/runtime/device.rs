@@ -197,6 +197,12 @@ impl Runtime {
         &self.device
     }
 
+    /// Goes on with a tuning that was just measured.
+    pub fn set_tuning(&mut self, tuning: Tuning) {
+        self.device.tuning = tuning;
+        self.device.tuned = true;
+    }
+
     /// ONNX Runtime's handle of the device that sessions run on; none for the CPU provider.
     pub(super) fn ort_device(&self) -> Option<OrtDevice<'static>> {
         (self.device.provider == Provider::WebGpu).then(|| webgpu_device(self.env)).flatten()

@@ -1,0 +1,239 @@
+//! What can be trusted on the device: small graphs whose results the host knows.
+
+use serde::Serialize;
+use viaduct_export::{
+    memory::PENDING_DISPATCHES,
+    onnx::{Attribute, Builder, DType, Dim, Model, Tensor},
+};
+
+use super::micro_run::noise;
+use crate::{
+    runtime::{DeviceKind, Runtime, RuntimeError},
+    tensor::HostTensor,
+};
+
+/// The answer of one test.
+#[derive(Clone, Debug, Serialize)]
+pub struct SelfTest {
+    pub name: String,
+    pub passed: bool,
+    /// The largest difference to the host's result, relative to its largest value; none if the test was not run.
+    pub error: Option<f32>,
+    /// What is done about a failure.
+    pub otherwise: &'static str,
+    #[serde(skip)]
+    pub about_fused_attention: bool,
+}
+
+/// Rows of the fused attention's tests: the operator takes other paths for longer sequences.
+const ATTENTION_ROWS: [usize; 3] = [80, 300, 1030];
+/// An adapter whose fused attention is wrong is off by more than a tenth.
+const ATTENTION_BAR: f32 = 5e-3;
+const ATTENTION_HEADS: usize = 2;
+const ATTENTION_HEAD: usize = 64;
+/// Adapters with smaller subgroups compute it wrongly, and take minutes to compile it.
+const SMALLEST_SUBGROUP: u32 = 32;
+
+/// A graph with inputs and the values of its one output.
+struct Case {
+    name: &'static str,
+    model: Model,
+    inputs: Vec<(&'static str, HostTensor)>,
+    expected: Vec<f32>,
+    bar: f32,
+    otherwise: &'static str,
+}
+
+/// All tests, those of the fused attention operator first.
+pub fn all(runtime: &mut Runtime) -> Result<Vec<SelfTest>, RuntimeError> {
+    let mut tests = Vec::new();
+    for rows in ATTENTION_ROWS {
+        tests.push(fused_attention(runtime, rows)?);
+    }
+    for case in [norm_of_large_values(), nearest_resize(), scalar_chain(), long_graph(), large_sums(runtime)]
+    {
+        let (name, bar, otherwise) = (case.name.to_owned(), case.bar, case.otherwise);
+        let error = run(runtime, case)?;
+        let passed = error <= bar;
+        tests.push(SelfTest { name, passed, error: Some(error), otherwise, about_fused_attention: false });
+    }
+    Ok(tests)
+}
+
+/// The operator runs only on adapters that may pass.
+fn fused_attention(runtime: &mut Runtime, rows: usize) -> Result<SelfTest, RuntimeError> {
+    let device = runtime.device();
+    let small = device.subgroup_size.is_some_and(|size| size < SMALLEST_SUBGROUP);
+    let hopeless = small || device.kind == DeviceKind::Software;
+    let error = match hopeless {
+        true => None,
+        false => Some(run(runtime, attention_case(rows))?),
+    };
+    Ok(SelfTest {
+        name: format!("fused attention over {rows} rows"),
+        passed: error.is_some_and(|error| error <= ATTENTION_BAR),
+        error,
+        otherwise: "attention is written out",
+        about_fused_attention: true,
+    })
+}
+
+/// The largest difference to what is expected, relative to its largest value; infinite where a value is not finite.
+fn run(runtime: &mut Runtime, case: Case) -> Result<f32, RuntimeError> {
+    let mut stage = runtime.open_model(case.name, case.model, PENDING_DISPATCHES)?;
+    let inputs: Vec<_> = case.inputs.iter().map(|(name, tensor)| (*name, tensor)).collect();
+    let found = stage.run(&inputs, &["y"])?.swap_remove(0).to_f32();
+    let largest = case.expected.iter().fold(f32::MIN_POSITIVE, |most, value| most.max(value.abs()));
+    let differences = found.iter().zip(&case.expected).map(|(a, b)| (a - b).abs());
+    let worst = differences.fold(0f32, |most, d| if d.is_nan() { f32::INFINITY } else { most.max(d) });
+    Ok(if found.len() == case.expected.len() { worst / largest } else { f32::INFINITY })
+}
+
+fn attention_case(rows: usize) -> Case {
+    let mut graph = Builder::new("fused attention");
+    let shape = [1, rows, ATTENTION_HEADS * ATTENTION_HEAD];
+    let inputs = [("q", 1), ("k", 2), ("v", 3)].map(|(name, seed)| (name, noise(&shape, seed, DType::F32)));
+    let qkv = inputs.each_ref().map(|(name, _)| graph.input(name, DType::F32, &shape.map(Dim::Fixed)));
+    let heads = [("num_heads", Attribute::Int(ATTENTION_HEADS as i64))];
+    let y = graph.contrib("MultiHeadAttention", &qkv, &heads);
+    graph.output(y, "y", &shape.map(Dim::Fixed));
+    let [q, k, v] = inputs.each_ref().map(|(_, tensor)| tensor.to_f32());
+    Case {
+        name: "fused attention",
+        model: graph.finish(),
+        inputs: inputs.to_vec(),
+        expected: attention(&q, &k, &v, rows),
+        bar: ATTENTION_BAR,
+        otherwise: "",
+    }
+}
+
+/// The reference: softmax(q k^T / sqrt(d)) v, head by head.
+fn attention(q: &[f32], k: &[f32], v: &[f32], rows: usize) -> Vec<f32> {
+    let (d, width) = (ATTENTION_HEAD, ATTENTION_HEADS * ATTENTION_HEAD);
+    let at = |row: usize, head: usize| row * width + head * d..row * width + (head + 1) * d;
+    let mut y = vec![0.0; rows * width];
+    for head in 0..ATTENTION_HEADS {
+        for row in 0..rows {
+            let query = &q[at(row, head)];
+            let score = |key| query.iter().zip(&k[at(key, head)]).map(|(a, b)| a * b).sum::<f32>();
+            let weights: Vec<f32> = (0..rows).map(|key| (score(key) / (d as f32).sqrt()).exp()).collect();
+            let total: f32 = weights.iter().sum();
+            for (key, weight) in weights.iter().enumerate() {
+                for (y, value) in y[at(row, head)].iter_mut().zip(&v[at(key, head)]) {
+                    *y += weight / total * value;
+                }
+            }
+        }
+    }
+    y
+}
+
+/// A graph of one input `x` that `body` makes `y` of.
+fn case(
+    name: &'static str,
+    x: HostTensor,
+    expected: Vec<f32>,
+    body: impl FnOnce(&mut Builder, viaduct_export::onnx::ValueId) -> viaduct_export::onnx::ValueId,
+) -> Case {
+    let mut graph = Builder::new(name);
+    let dims: Vec<Dim> = x.shape.iter().copied().map(Dim::Fixed).collect();
+    let input = graph.input("x", x.values.dtype(), &dims);
+    let y = body(&mut graph, input);
+    graph.output(y, "y", &vec![Dim::Unknown; dims.len()]);
+    Case { name, model: graph.finish(), inputs: vec![("x", x)], expected, bar: 1e-3, otherwise: "" }
+}
+
+/// The squares of values about 1000 leave f16's range; a norm has to sum them in f32.
+fn norm_of_large_values() -> Case {
+    const WIDTH: usize = 128;
+    let x: Vec<f32> = (0..WIDTH).map(|i| 1000.0 + (i % 7) as f32 * 8.0).collect();
+    let mean = x.iter().map(|x| x * x).sum::<f32>() / WIDTH as f32;
+    let expected = x.iter().map(|x| x / mean.sqrt()).collect();
+    let input = HostTensor::f32(&[1, WIDTH], x);
+    let made = case("norm of large values", input, expected, |graph, x| {
+        let x = graph.cast(x, DType::F16);
+        let weight = graph.small_constant(Tensor::from_f16(&[WIDTH], &[1.0; WIDTH]));
+        let attributes = [("axis", Attribute::Int(-1)), ("epsilon", Attribute::Float(1e-6))];
+        let y = graph.op("RMSNormalization", &[x, weight], &attributes);
+        graph.cast(y, DType::F32)
+    });
+    Case { bar: 3e-3, otherwise: "use bundles that compute in f32 (`--profile f32`)", ..made }
+}
+
+fn nearest_resize() -> Case {
+    let x: Vec<f32> = (0..6u8).map(f32::from).collect();
+    let expected = [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 3, 3, 4, 4, 5, 5].map(|i| i as f32);
+    let input = HostTensor::f32(&[1, 1, 2, 3], x);
+    let made = case("nearest resize", input, expected.to_vec(), |graph, x| {
+        graph.resize_nearest(x, &[1.0, 1.0, 2.0, 2.0])
+    });
+    Case { otherwise: "pictures come out wrong here: use `--ep cpu`", ..made }
+}
+
+/// The scale of attention as some exporters compute it at run time; flux2-vulkan-bridge saw 0.545 for the root of 128.
+fn scalar_chain() -> Case {
+    let input = HostTensor::f32(&[1], vec![128.0]);
+    let made = case("chain of scalars", input, vec![128f32.sqrt().recip().sqrt()], |graph, x| {
+        let root = graph.op("Sqrt", &[x], &[]);
+        let one = graph.scalar(DType::F32, 1.0);
+        let scale = graph.op("Div", &[one, root], &[]);
+        graph.op("Sqrt", &[scale], &[])
+    });
+    Case { otherwise: "rewrite graphs of others with `viaduct rewrite --passes webgpu`", ..made }
+}
+
+/// Hundreds of dispatches, each of which needs the one before.
+fn long_graph() -> Case {
+    const LENGTH: usize = 600;
+    let input = HostTensor::f32(&[64], vec![1.0; 64]);
+    let made = case("long graph", input, vec![1.0 + LENGTH as f32; 64], |graph, x| {
+        let one = graph.scalar(DType::F32, 1.0);
+        (0..LENGTH).fold(x, |x, _| graph.add(x, one))
+    });
+    Case {
+        bar: 0.0,
+        otherwise: "results are not to be trusted: update the driver, or use `--ep cpu`",
+        ..made
+    }
+}
+
+/// A linear layer whose partial sums leave f16's range although the sum does not. Kernels that add in f16 fail it; what
+/// such a layer then yields is kept finite by the graphs.
+fn large_sums(runtime: &Runtime) -> Case {
+    const ROWS: usize = 256;
+    const WIDTH: usize = 512;
+    const BLOCK: usize = 32;
+    let dtype = if runtime.device().f16 { DType::F16 } else { DType::F32 };
+    // Half of the inputs add 400 each, the other half takes it away again.
+    let row = (0..WIDTH).map(|i| if i < WIDTH / 2 { 400.0 } else { -400.0 });
+    let x: Vec<f32> = (0..ROWS).flat_map(|_| row.clone()).collect();
+    let made = case(
+        "large sums in linear layers",
+        HostTensor::f32(&[1, ROWS, WIDTH], x),
+        vec![0.0; WIDTH],
+        |graph, x| {
+            let x = graph.cast(x, dtype);
+            // The code 129 is one step above zero, and a step is 1.
+            let codes = Tensor::inline(DType::U8, &[WIDTH, WIDTH / BLOCK, BLOCK], vec![129; WIDTH * WIDTH]);
+            let ones = vec![1.0; WIDTH * WIDTH / BLOCK];
+            let scales = match dtype {
+                DType::F16 => Tensor::from_f16(&[ones.len()], &ones),
+                _ => Tensor::from_f32(&[ones.len()], &ones),
+            };
+            let (codes, scales) = (graph.constant("codes", codes), graph.constant("scales", scales));
+            let attributes =
+                [("K", WIDTH), ("N", WIDTH), ("bits", 8), ("block_size", BLOCK), ("accuracy_level", 4)];
+            let attributes = attributes.map(|(name, value)| (name, Attribute::Int(value as i64)));
+            let y = graph.contrib("MatMulNBits", &[x, codes, scales], &attributes);
+            let y = graph.slice(y, 1, 0, 1);
+            let y = graph.reshape(y, &[1, 1, -1]);
+            graph.cast(y, DType::F32)
+        },
+    );
+    Case {
+        bar: 1.0,
+        otherwise: "sums above 65504 saturate; a picture that shows it is refused, not drawn",
+        ..made
+    }
+}
