@@ -79,6 +79,10 @@ verify: setup build python ## Compare the pipeline with the reference implementa
 bench: setup build python ## Measure speed and memory
 	.venv/bin/python tools/bench/bench.py
 
+.PHONY: bench-gpu
+bench-gpu: ## Measure a model of full size with random weights on the GPU, from a built tree (30 GB of disk; SECONDS_AT_MOST=540)
+	python3 tools/bench/gpu.py --seconds $(or $(SECONDS_AT_MOST),540)
+
 .PHONY: bench-rewrite
 bench-rewrite: build ## Measure rewriting against other tools, on a model of 3 GiB (10 GB of disk, 12 GB of memory)
 	@tools/setup/python.sh .cache/bench-rewrite tools/bench/requirements-rewrite.txt onnxsim,onnxslim

@@ -83,6 +83,12 @@ imported() { # bundle text-encoder transformer decoder
     verify "$1" "$shared/oracles/flux2-tiny/oracle" reference
 }
 
+# The synthetic checkpoint's tensors, in name, shape and order.
+synth() { # preset component list
+    check "tensors of $1, $2" bash -c 'diff "$3" <(python3 tools/synth --preset "$1" --only "$2" --list)' - \
+        "$1" "$2" "$shared/oracles/keys/$3.txt"
+}
+
 shared_oracles() {
     local oracle
     imported imported-legacy te_legacy dit_legacy_rms_f32rope vae_legacy
@@ -95,6 +101,10 @@ shared_oracles() {
     for oracle in "$shared"/models/klein-emoji-oracle/*; do
         verify klein-emoji-f32 "$oracle" "shared request ${oracle##*/}"
     done
+    synth klein-4b text_encoder keys_text_encoder
+    synth klein-4b transformer keys_transformer
+    synth klein-9b transformer keys_transformer9b
+    synth klein-4b vae keys_vae
     check 'shapes as ONNX Runtime computes them' env VIADUCT_SHARED="$(realpath "$shared")" \
         cargo test --release -p viaduct-export --test shapes_onnxruntime --test shapes_decoder -- --ignored
     check 'rewritten exports: the same numbers, nothing on the CPU, every layer quantised' env VIADUCT_SHARED="$(realpath "$shared")" \

@@ -7,6 +7,7 @@ pub mod bundle;
 pub mod bytes;
 pub mod device;
 pub mod files;
+pub mod flops;
 pub mod locked_file;
 pub mod locked_folder;
 pub mod memory;

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +61,11 @@ def drop_from_page_cache(folder: Path) -> int:
     return total
 
 
-def run(command: list, env: dict | None = None) -> Finished:
-    """Runs to the end and keeps what the command said."""
+def run(command: list, env: dict | None = None, most_seconds: float | None = None) -> Finished:
+    """Runs to the end, which the command is asked for after `most_seconds`, and keeps what it said."""
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        finished = wait(subprocess.Popen([str(part) for part in command], env=env, stdout=stdout, stderr=stderr))
+        child = subprocess.Popen([str(part) for part in command], env=env, stdout=stdout, stderr=stderr)
+        finished = wait(child) if most_seconds is None else wait_at_most(child, most_seconds)
         for file in (stdout, stderr):
             file.seek(0)
         finished.stdout, finished.stderr = stdout.read(), stderr.read()
@@ -81,6 +83,20 @@ def require(command: list, finished: Finished) -> None:
     if finished.code != 0:
         line = " ".join(str(part) for part in command)
         sys.exit(f"error: {line}\nended with {finished.code}:\n{finished.stderr}")
+
+
+def wait_at_most(child: subprocess.Popen, seconds: float) -> Finished:
+    """Asks the child to end after this time, and when this program is ended itself."""
+    end = threading.Timer(seconds, child.terminate)
+    end.start()
+    try:
+        return wait(child)
+    except BaseException:
+        child.terminate()
+        child.wait()
+        raise
+    finally:
+        end.cancel()
 
 
 def wait(child: subprocess.Popen) -> Finished:
