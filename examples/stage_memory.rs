@@ -36,7 +36,7 @@ fn run(arguments: &[String]) -> Result<(), Box<dyn Error>> {
     let pending_dispatches = pending_dispatches.parse()?;
     let sizes = sizes.iter().map(|s| size(s)).collect::<Result<Sizes, _>>()?;
     let bundle = Bundle::open(Path::new(bundle))?;
-    let mut runtime = Runtime::start(&RuntimeOptions { provider: ep.parse()?, adapter: None })?;
+    let mut runtime = Runtime::start(&RuntimeOptions { provider: ep.parse()?, ..RuntimeOptions::default() })?;
     let profile = runtime.device().profile();
     let graph = || -> Result<Model, Box<dyn Error>> {
         let mut model = read_model(&bundle.path(&bundle.stage(name)?.graph)?)?;

@@ -21,7 +21,7 @@ fn device(provider: Provider) -> DeviceProfile {
         max_binding: 128 << 20,
         max_buffer: 1 << 30,
         max_storage_buffers: 10,
-        fused_attention: false,
+        tuning: Default::default(),
     }
 }
 

@@ -1,5 +1,5 @@
 use viaduct::{
-    runtime::{Runtime, Settings, lower},
+    runtime::{Runtime, lower},
     tensor::HostTensor,
 };
 use viaduct_export::{
@@ -79,7 +79,7 @@ fn modules_that_torch_exports_are_fused() {
 fn lowered(model: &Model, sizes: &Sizes) -> Model {
     let device = DeviceProfile { tuning: Tuning::default(), ..cpu().device().profile() };
     let mut written = model.clone();
-    lower(&mut written, &device, sizes, &[], &Settings::default()).unwrap();
+    lower(&mut written, &device, sizes, &[], &Default::default()).unwrap();
     written
 }
 

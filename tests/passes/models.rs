@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use viaduct::{
-    runtime::{Settings, lower},
+    runtime::lower,
     tensor::{HostTensor, Values},
 };
 use viaduct_export::{
@@ -169,7 +169,7 @@ fn compare(original: &Model, model: &Model, file: &File, bar: f32, mut gpu: Opti
         let device = DeviceProfile { tuning: Tuning::default(), ..gpu.runtime.device().profile() };
         let all: Sizes = sizes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect();
         let mut lowered = model.clone();
-        lower(&mut lowered, &device, &all, &[], &Settings::default()).unwrap();
+        lower(&mut lowered, &device, &all, &[], &Default::default()).unwrap();
         // Fails if a single node has to run on the CPU.
         let y = run(&mut gpu.runtime, &lowered, &feeds, &[&name]).unwrap();
         let error = relative_error(&y[0].to_f32(), &expected);
