@@ -9,6 +9,7 @@ mod mutations;
 mod operators;
 mod patterns;
 mod properties;
+mod runtime_faults;
 #[path = "../runtime_support/mod.rs"]
 mod runtime_support;
 
@@ -27,6 +28,7 @@ use proptest::{
     strategy::ValueTree,
     test_runner::{Config, RngAlgorithm, TestRng, TestRunner},
 };
+use viaduct_export::onnx::{DType, model_bytes};
 
 /// How often a failing case is made smaller, at the most.
 const MAX_SHRINKS: usize = 400;
@@ -218,4 +220,19 @@ fn most_generated_graphs_run() {
     let ran = (0..100).filter(runs).count();
     assert!(ran >= 85, "{ran} of 100 graphs run");
     assert_eq!(tree(&strategy, 1).current().trial(&corpus).depth, Depth::Numbers);
+}
+
+/// x / (1 + exp(-x)) at -8.5, whose fourth digit ONNX Runtime's Sigmoid does not have.
+#[test]
+fn digits_that_the_runtime_lacks_are_no_fault() {
+    let mut net = runtime_support::Net::new(DType::F32);
+    net.x("x", &[1]).float("one", &[], &[1.0]).float("far", &[], &[8.0]);
+    net.node("Sub", &["x", "far"], "low", &[]).node("Neg", &["low"], "minus", &[]);
+    net.node("Exp", &["minus"], "power", &[]).node("Add", &["power", "one"], "sum", &[]);
+    net.node("Div", &["low", "sum"], "y", &[]);
+    let bytes = model_bytes(&net.model(&["y"])).unwrap();
+    let trial = Trial { bytes, sizes: vec![BTreeMap::new()], depth: Depth::Numbers };
+    let mut checker = Checker::new();
+    assert_eq!(checker.check(&trial), Ok(Seen::Compared));
+    assert!(checker.applied.contains_key("fuse_silu"));
 }
