@@ -94,7 +94,7 @@ impl Checker {
         let Ok(model) = read(&trial.bytes) else { return Ok(Seen::Refused) };
         written(&model, "the model as it is")?;
         let before = match trial.depth {
-            Depth::Numbers if runs_in_f16(&model) => None,
+            Depth::Numbers if runtime_faults::may_die_of(&model) => None,
             Depth::Numbers => self.outputs(&model, &trial.sizes, 0.0).ok(),
             Depth::Structure => None,
         };
@@ -366,16 +366,11 @@ fn read(bytes: &[u8]) -> Result<Model, Box<ReadError>> {
     read_model_bytes(Bytes::copy_from_slice(bytes), None).map_err(Box::new)
 }
 
-/// ONNX Runtime 1.31.1's CPU provider dies of some graphs in f16: of a Transpose, a MatMul and an Add, for example.
-fn runs_in_f16(model: &Model) -> bool {
-    model.graph.values().any(|(_, value)| dtype(value) == Some(DType::F16))
-}
-
 fn conflicts(model: &Model, sizes: &Sizes) -> usize {
     infer(model, sizes, &BTreeMap::new()).conflicts.len()
 }
 
-fn dtype(value: &Value) -> Option<DType> {
+pub fn dtype(value: &Value) -> Option<DType> {
     match (&value.ty, &value.constant) {
         (Some(ValueType::Tensor { dtype, .. }), _) => Some(*dtype),
         (_, Some(tensor)) => Some(tensor.dtype),
