@@ -250,3 +250,13 @@ fn external_weights_may_be_behind_links() {
         assert_eq!(stage.run(&[("x", &feeds[0].1)], &["y"]).unwrap(), expected);
     }
 }
+
+/// A kernel that is larger than its picture.
+#[test]
+fn outputs_of_negative_size_are_an_error() {
+    let mut net = Net::new(DType::F32);
+    net.x("x", &[1, 1, 2, 2]).float("w", &[1, 1, 6, 6], &[1.0; 36]).node("Conv", &["x", "w"], "y", &[]);
+    let feeds = vec![("x".to_owned(), HostTensor::f32(&[1, 1, 2, 2], vec![1.0; 4]))];
+    let error = run(&mut cpu(), &net.model(&["y"]), &feeds, &["y"]).unwrap_err().to_string();
+    assert!(error.contains("negative size"), "{error}");
+}

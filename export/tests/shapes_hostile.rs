@@ -80,6 +80,24 @@ fn contradictions_are_conflicts() {
 }
 
 #[test]
+fn keepdims_is_zero_or_one() {
+    for op_type in ["ReduceMax", "ArgMax"] {
+        for (keepdims, problem) in
+            [(0, None), (1, None), (3, Some("keepdims is 3")), (-1, Some("keepdims is -1"))]
+        {
+            let mut model = model(|graph| node(graph, op_type, &["x"], &["y"]));
+            let id = model.graph.nodes().next().unwrap().0;
+            model.graph[id].attributes.push(("keepdims".to_owned(), Attribute::Int(keepdims)));
+            let conflicts = run(&model, &[("x", floats(&[2, 3]))]).conflicts;
+            match problem {
+                Some(problem) => assert!(conflicts[0].problem.contains(problem), "{conflicts:?}"),
+                None => assert!(conflicts.is_empty(), "{conflicts:?}"),
+            }
+        }
+    }
+}
+
+#[test]
 fn nothing_is_made_of_zero_sizes() {
     assert_eq!(with_list("Reshape", &[0, 3], &[0, -1]), Ok(None));
     assert_eq!(with_list("Reshape", &[0, 3], &[3, -1]), Ok(Some(vec![3, 0])));

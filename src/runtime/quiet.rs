@@ -45,14 +45,22 @@ impl Caught {
         Some(Caught { file, before })
     }
 
-    fn end(mut self) -> String {
+    fn end(self) -> String {
+        let mut text = Vec::new();
+        let mut file = &self.file;
+        let read = file.rewind().and_then(|()| file.read_to_end(&mut text));
+        read.map(|_| String::from_utf8_lossy(&text).into_owned()).unwrap_or_default()
+    }
+}
+
+/// Standard error comes back even where the work panics.
+#[cfg(unix)]
+impl Drop for Caught {
+    fn drop(&mut self) {
         // SAFETY: `before` was made by `begin` and is closed here, once.
         unsafe {
             libc::dup2(self.before, libc::STDERR_FILENO);
             libc::close(self.before);
         }
-        let mut text = Vec::new();
-        let read = self.file.rewind().and_then(|()| self.file.read_to_end(&mut text));
-        read.map(|_| String::from_utf8_lossy(&text).into_owned()).unwrap_or_default()
     }
 }

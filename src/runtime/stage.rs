@@ -4,6 +4,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     ffi::CString,
     fmt::{Debug, Display},
+    panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
     time::{Duration, Instant},
 };
@@ -156,7 +157,10 @@ impl Runtime {
         } else {
             builder = frugal(builder, &model.bytes)?;
         }
-        quietly(|| builder.commit_from_memory(&model.bytes)).map_err(text)
+        // The binding panics over sizes that ONNX Runtime infers to be below -1.
+        let commit = || builder.commit_from_memory(&model.bytes);
+        let session = quietly(|| catch_unwind(AssertUnwindSafe(commit)));
+        session.map_err(|_| "one of its inputs or outputs has a negative size")?.map_err(text)
     }
 
     fn open_error(&self, stage: &str, reason: String) -> RuntimeError {

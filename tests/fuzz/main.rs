@@ -9,6 +9,7 @@ mod mutations;
 mod operators;
 mod patterns;
 mod properties;
+mod runtime_faults;
 #[path = "../runtime_support/mod.rs"]
 mod runtime_support;
 
@@ -27,6 +28,7 @@ use proptest::{
     strategy::ValueTree,
     test_runner::{Config, RngAlgorithm, TestRng, TestRunner},
 };
+use viaduct_export::onnx::{DType, Model, model_bytes};
 
 /// How often a failing case is made smaller, at the most.
 const MAX_SHRINKS: usize = 400;
@@ -218,4 +220,40 @@ fn most_generated_graphs_run() {
     let ran = (0..100).filter(runs).count();
     assert!(ran >= 85, "{ran} of 100 graphs run");
     assert_eq!(tree(&strategy, 1).current().trial(&corpus).depth, Depth::Numbers);
+}
+
+fn same_numbers(model: &Model, pass: &str) {
+    let bytes = model_bytes(model).unwrap();
+    let trial = Trial { bytes, sizes: vec![BTreeMap::new()], depth: Depth::Numbers };
+    let mut checker = Checker::new();
+    assert_eq!(checker.check(&trial), Ok(Seen::Compared));
+    assert!(checker.applied.contains_key(pass));
+}
+
+/// x / (1 + exp(-x)) at -8.5, whose fourth digit ONNX Runtime's Sigmoid does not have.
+#[test]
+fn digits_that_the_runtime_lacks_are_no_fault() {
+    let mut net = runtime_support::Net::new(DType::F32);
+    net.x("x", &[1]).float("one", &[], &[1.0]).float("far", &[], &[8.0]);
+    net.node("Sub", &["x", "far"], "low", &[]).node("Neg", &["low"], "minus", &[]);
+    net.node("Exp", &["minus"], "power", &[]).node("Add", &["power", "one"], "sum", &[]);
+    net.node("Div", &["low", "sum"], "y", &[]);
+    same_numbers(&net.model(&["y"]), "fuse_silu");
+}
+
+/// A norm of mean - x, which ONNX Runtime takes for one of x - mean.
+#[test]
+fn norms_that_the_runtime_turns_around_are_no_fault() {
+    let mut net = runtime_support::Net::new(DType::F32);
+    let axes = [("axes", runtime_support::ints(&[-1]))];
+    net.x("x", &[2, 8]).float("two", &[], &[2.0]).float("eps", &[], &[1e-5]);
+    net.float("scale", &[8], &[0.5; 8]).float("bias", &[8], &[0.1; 8]);
+    net.node("ReduceMean", &["x"], "mean", &axes).node("Sub", &["mean", "x"], "turned", &[]);
+    net.node("Pow", &["turned", "two"], "square", &[]).node("ReduceMean", &["square"], "variance", &axes);
+    net.node("Add", &["variance", "eps"], "sum", &[]).node("Sqrt", &["sum"], "deviation", &[]);
+    net.node("Div", &["turned", "deviation"], "normed", &[]);
+    net.node("Mul", &["normed", "scale"], "scaled", &[]).node("Add", &["scaled", "bias"], "y", &[]);
+    let mut model = net.model(&["y"]);
+    model.opsets = vec![(String::new(), 17)];
+    same_numbers(&model, "fuse_rms_norm");
 }

@@ -1,8 +1,11 @@
-use viaduct_export::onnx::{DType, Dim};
+use viaduct_export::{
+    onnx::{DType, Dim},
+    passes::{Settings, pass},
+};
 
 use crate::{
     runtime_support::{Net, int, ints, noise, tensor},
-    same::{Bar, one},
+    same::{Bar, one, rewrite},
 };
 
 /// Nodes from `x` [2, 3, 4] to `r`.
@@ -117,4 +120,35 @@ fn graph_outputs_keep_their_names() {
     };
     let after = one(&net(case).model(&["y", "n", "z"]), "eliminate_identity", &feeds, Bar::Exact);
     assert_eq!(after.refusals(), [("a graph output that repeats another value".to_owned(), 2)].into());
+}
+
+/// However long, a row is done with at once.
+#[test]
+fn long_rows_settle() {
+    let row = |ops: &[(&str, [i64; 3])], count: usize| {
+        let mut net = Net::new(DType::F32);
+        net.input("x", DType::F32, &[Dim::Symbol("rows".to_owned()), Dim::Fixed(3), Dim::Fixed(4)]);
+        for at in 0..count {
+            let (op, numbers) = &ops[at % ops.len()];
+            let (from, to) =
+                (if at == 0 { "x".to_owned() } else { format!("v{at}") }, format!("v{}", at + 1));
+            let target = format!("to{at}");
+            match *op {
+                "Transpose" => net.node(op, &[&from], &to, &[("perm", ints(numbers))]),
+                "Reshape" => net.ints(&target, numbers).node(op, &[&from, &target], &to, &[]),
+                _ => net.node(op, &[&from], &to, &[]),
+            };
+        }
+        let model = net.node("Neg", &[&format!("v{count}")], "y", &[]).model(&["y"]);
+        let after = rewrite(&model, &[pass("eliminate_identity").unwrap()], &Settings::default());
+        after.model.graph.nodes().map(|(_, node)| node.op_type.clone()).collect::<Vec<_>>()
+    };
+    let perms = [("Transpose", [1, 0, 2]), ("Transpose", [0, 2, 1])];
+    assert_eq!(row(&perms, 6000), ["Neg"]);
+    assert_eq!(row(&perms, 6001), ["Transpose", "Neg"]);
+    let halves = |at: i64| ("Reshape", [-1, at, 12 / at]);
+    assert_eq!(row(&[1, 2, 3, 4, 6, 12].map(halves), 3000), ["Reshape", "Neg"]);
+    let shapes: Vec<(&str, [i64; 3])> = (1..=12).map(|at| ("Reshape", [at, 1, -1])).collect();
+    assert_eq!(row(&shapes, 3000), ["Reshape", "Neg"]);
+    assert_eq!(row(&[("Identity", [0; 3])], 20_000), ["Neg"]);
 }

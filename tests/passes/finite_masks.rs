@@ -150,3 +150,35 @@ fn constants_that_are_too_large_are_left_alone() {
     written::attend(&mut net, "scores");
     refused(&net, &["y"], &[("the mask is a constant that cannot be looked at", 1)]);
 }
+
+/// The blind row sees what is hidden by f32's lowest number alone, and would see all alike.
+#[test]
+fn masks_that_hide_with_several_numbers_are_left_alone() {
+    let (mut net, mut feeds) = written::heads(DType::F32);
+    written::seen(&mut net, &mut feeds, Some(3));
+    let infinite = |i: usize| i % ROWS > i / ROWS;
+    let causal: Vec<f32> =
+        (0..ROWS * ROWS).map(|i| if infinite(i) { f32::NEG_INFINITY } else { 0.0 }).collect();
+    net.float("hidden", &[], &[f32::MIN]).node("Where", &["seen", "nothing", "hidden"], "bias", &[]);
+    net.float("causal", &[ROWS, ROWS], &causal).node("MatMul", &["q4", "kt"], "product", &[]);
+    net.node("Add", &["product", "bias"], "padded", &[]).node("Add", &["padded", "causal"], "scores", &[]);
+    written::attend(&mut net, "scores");
+    refused(
+        &net,
+        &["y"],
+        &[("the mask hides with different numbers, which rows that see no key tell apart", 1)],
+    );
+}
+
+/// Where every row sees a key, what is hidden has weight 0, however much it is hidden.
+#[test]
+fn several_numbers_are_one_where_every_row_sees_a_key() {
+    let (mut net, feeds) = written::heads(DType::F32);
+    let hidden = |i: usize| if i.is_multiple_of(2) { f32::NEG_INFINITY } else { -2e38 };
+    let mask: Vec<f32> =
+        (0..ROWS * ROWS).map(|i| if i % ROWS > i / ROWS { hidden(i) } else { 0.0 }).collect();
+    net.float("bias", &[ROWS, ROWS], &mask).node("MatMul", &["q4", "kt"], "product", &[]);
+    net.node("Add", &["bias", "product"], "scores", &[]);
+    written::attend(&mut net, "scores");
+    assert_eq!(one(&net.model(&["y"]), "finite_masks", &feeds, Bar::Relative(1e-6)).applied(), 1);
+}

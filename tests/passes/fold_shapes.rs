@@ -1,11 +1,11 @@
 use viaduct_export::{
-    onnx::{DType, Dim},
+    onnx::{DType, Dim, ValueType},
     passes::{Settings, pass},
 };
 
 use crate::{
     runtime_support::{Feeds, Net, int, ints, noise, string, tensor},
-    same::{Bar, Rewritten, one, passes},
+    same::{Bar, Rewritten, one, passes, rewrite},
 };
 
 /// Gives `x` of shape [1, channels, h, w], and sizes of it as lists of one: `n`, `c`, `h` and `w`.
@@ -182,4 +182,26 @@ fn graphs_with_a_size_written_into_them_say_so() {
         reasons.iter().all(|why| why.contains("holds for some sizes only (see 'Reshape_f')")),
         "{reasons:?}"
     );
+}
+
+/// What the target asks for at run time is not known, but no target makes the recorded size of `y`.
+#[test]
+fn recorded_sizes_that_contradict_are_not_made_true() {
+    let cases: [(&str, &[usize]); 2] = [("Split", &[2, 4]), ("Reshape", &[2, 5])];
+    for (op, recorded) in cases {
+        let mut net = Net::new(DType::F32);
+        net.x("x", &[2, 6]).ints("1", &[1]).node("Cast", &["x"], "numbers", &[("to", int(7))]);
+        net.node("ReduceMax", &["numbers"], "most", &[("keepdims", int(0))]);
+        net.node("Reshape", &["most", "1"], "size", &[]);
+        let (count, attributes) = if op == "Split" { (1, vec![("axis", int(1))]) } else { (2, Vec::new()) };
+        joined(&mut net, &["size", "size"][..count], "to");
+        net.node(op, &["x", "to"], "y", &attributes);
+        let mut model = net.model(&["y"]);
+        let y = model.graph.find("y").unwrap();
+        let shape = Some(recorded.iter().map(|size| Dim::Fixed(*size)).collect());
+        model.graph[y].ty = Some(ValueType::Tensor { dtype: DType::F32, shape });
+        let after = rewrite(&model, &[pass("fold_shapes").unwrap()], &Settings::default());
+        let why = "the shapes around it are not known".to_owned();
+        assert_eq!((after.applied(), after.refusals()), (0, [(why, 1)].into()), "{op}");
+    }
 }

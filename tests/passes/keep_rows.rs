@@ -107,3 +107,13 @@ fn pixels_that_were_flat_from_the_start_are_refused() {
     let after = one(&net.model(&["y"]), "keep_rows", &feeds, Bar::Exact);
     assert_eq!(after.refusals(), [("the rows go through Gelu".to_owned(), 1)].into());
 }
+
+/// The weights, which have one axis less where others use them: h and w become one again, and the keys stay.
+#[test]
+fn what_is_used_elsewhere_is_flattened_again() {
+    let model = attention(scaled).model(&["y", "p"]);
+    for (h, w) in [(4, 6), (1, 3)] {
+        let after = one(&model, "keep_rows", &feed(h, w), Bar::Relative(1e-6));
+        assert_eq!((after.applied(), after.operators().get("Shape")), (1, None));
+    }
+}

@@ -33,6 +33,7 @@ mod keep_rows;
 mod merge_duplicates;
 mod merge_slices;
 mod models;
+mod names;
 mod quantize_matmul;
 mod remove_nan_guard;
 mod single_output;

@@ -6,7 +6,7 @@ use viaduct_export::{
 };
 
 use crate::{
-    runtime_support::{Feeds, Net, float, int, noise, string, tensor},
+    runtime_support::{Feeds, Net, float, int, ints, noise, string, tensor},
     same::{Bar, Rewritten, one, passes, rewrite},
 };
 
@@ -162,4 +162,28 @@ fn nodes_have_names_of_their_own() {
     let after = passes(&net.model(&outputs), &list, &Settings::default(), &feeds, Bar::Relative(4e-3));
     let names: Vec<&str> = after.model.graph.nodes().map(|(_, node)| node.name.as_str()).collect();
     assert_eq!(BTreeSet::from_iter(&names).len(), names.len(), "{names:?}");
+}
+
+/// A kernel of which one slice is taken, as `flatten_conv3d` leaves it: the slice is computed when it is written.
+#[test]
+fn weights_beyond_the_range_stay_whole() {
+    let mut net = Net::new(DType::F32);
+    let mut kernel = noise(1, 2 * 3 * 3 * 9);
+    kernel[22] = -1.5e16;
+    net.x("x", &[1, 3, 1, 4, 4]).float("w", &[2, 3, 3, 3, 3], &kernel);
+    let attributes = [("pads", ints(&[2, 1, 1, 0, 1, 1])), ("kernel_shape", ints(&[3, 3, 3]))];
+    net.node("Conv", &["x", "w"], "c", &attributes);
+    net.float("table", &[1, 2, 1, 4, 4], &[1e5; 32]).node("Add", &["c", "table"], "sum", &[]);
+    net.node("Relu", &["sum"], "y", &[]);
+    let list = ["flatten_conv3d", "to_f16"].map(|name| pass(name).unwrap());
+    let after = passes(
+        &net.model(&["y"]),
+        &list,
+        &Settings::default(),
+        &feed("x", &[1, 3, 1, 4, 4], 1),
+        Bar::Relative(4e-3),
+    );
+    let types = types(&after);
+    assert_eq!((types["w.frame"], types["c"], types["sum"]), (DType::F32, DType::F32, DType::F32));
+    assert_eq!(after.refusals(), [("a weight has numbers that f16 cannot hold".to_owned(), 1)].into());
 }

@@ -200,6 +200,15 @@ impl Graph {
         bodies.flat_map(Graph::captures).filter_map(|name| self.find(name)).collect()
     }
 
+    /// Names of the values of all bodies, at any depth, those that they capture included.
+    pub fn names_in_bodies(&self) -> Box<dyn Iterator<Item = &str> + '_> {
+        let bodies = self.nodes().flat_map(|(_, node)| node.subgraphs());
+        Box::new(bodies.flat_map(|body| {
+            let own = body.values.iter().map(|value| value.name.as_str());
+            own.chain(body.sparse_names()).chain(body.names_in_bodies())
+        }))
+    }
+
     /// Takes a node out; its values stay, without a producer.
     pub fn remove_node(&mut self, id: NodeId) -> Option<Node> {
         self.order.retain(|n| *n != id);

@@ -116,6 +116,11 @@ pub trait Compute: Send + Sync {
     /// Gives back the mapped pages that the computation has read, so that a pass over a checkpoint that is larger than
     /// memory stays small.
     fn release(&self) {}
+
+    /// Bytes that the computation reads, where it is known to be cheap otherwise.
+    fn reads(&self) -> Option<usize> {
+        None
+    }
 }
 
 /// A read-only mapped file, shared by all tensors that lie in it.
@@ -159,6 +164,15 @@ impl Bytes {
 
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Bytes that have to be read to know these; `None` where that may be many, or they are not there.
+    pub fn reads(&self) -> Option<usize> {
+        match self {
+            Bytes::Inline(_) | Bytes::Mapped { .. } => Some(self.len()),
+            Bytes::Computed { source, .. } => source.reads(),
+            Bytes::Absent { .. } => None,
+        }
     }
 
     /// Gives mapped pages back to the system; they are read again when they are next touched.

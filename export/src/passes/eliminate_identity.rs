@@ -2,12 +2,12 @@
 //!
 //! Before: Identity; Cast to the same type; Reshape, Expand, Squeeze, Slice, Tile and the like whose result has the shape
 //! of their input, alone or in a row; Transposes that cancel; Concat, Sum, Max of one; x + -0.0, x - 0.0, x * 1, x / 1;
-//! Dropout in inference. After: nothing. Two Transposes in a row, or two reshapes, become one.
+//! Dropout in inference. After: nothing. Transposes in a row, or reshapes, become one.
 //!
 //! Refused: adding +0.0 (it makes -0.0 to 0.0), a graph output that repeats another or an input (it needs a node to make
 //! it), and results that a body uses by name.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use super::{Outcome, Pass, PassError, Replacement, Settings, View, substitution::Substitution};
 use crate::onnx::{Attribute, DType, Model, Node, NodeId, ValueId};
@@ -63,9 +63,18 @@ struct Found {
     /// Makers that now define a graph output themselves: the value before and after.
     renamed: Vec<(NodeId, ValueId, ValueId)>,
     merged: Vec<(NodeId, ValueId, Merged)>,
+    rows: Rows,
 }
 
-/// One node for two in a row.
+/// Nodes in a row, each to be merged with all before it at once: what the first of them gets, by the last one's result.
+#[derive(Default)]
+struct Rows {
+    /// With the permutation that they do together.
+    transposed: HashMap<ValueId, (ValueId, Vec<usize>)>,
+    reshaped: HashMap<ValueId, ValueId>,
+}
+
+/// One node for several in a row.
 enum Merged {
     Transpose { input: ValueId, perm: Vec<i64> },
     Reshape { input: ValueId, target: Vec<i64> },
@@ -84,8 +93,17 @@ fn find(view: &View<'_>) -> (Found, Outcome) {
         {
             continue;
         }
-        let Some(same) = unchanged(view, node, output) else {
-            found.merged.extend(merged(view, node, output).map(|merged| (id, output, merged)));
+        let transposed = found.rows.transposed(view, node, output);
+        let same = match &transposed {
+            Some((first, perm)) => is_sorted(perm).then_some(Ok(*first)),
+            None => unchanged(view, node, output),
+        };
+        let Some(same) = same else {
+            let merged = match transposed {
+                Some((first, perm)) => found.transpose(node, first, &perm),
+                None => found.rows.reshape(view, node, output),
+            };
+            found.merged.extend(merged.map(|merged| (id, output, merged)));
             continue;
         };
         let dropped = match same {
@@ -130,6 +148,52 @@ impl Found {
         self.substitution.put(made, output);
         Ok(())
     }
+
+    /// A Transpose of what the first one of its row gets, if that is not what it gets itself.
+    fn transpose(&self, node: &Node, first: ValueId, perm: &[usize]) -> Option<Merged> {
+        let own = self.substitution.of(node.input(0)?);
+        let perm = perm.iter().map(|axis| i64::try_from(*axis).ok()).collect::<Option<_>>()?;
+        (self.substitution.of(first) != own).then_some(Merged::Transpose { input: first, perm })
+    }
+}
+
+impl Rows {
+    /// What the Transposes in a row up to this one get, and the permutation that they do together.
+    fn transposed(&mut self, view: &View<'_>, node: &Node, output: ValueId) -> Option<(ValueId, Vec<usize>)> {
+        let input = node.input(0).filter(|_| node.is("Transpose"))?;
+        let own = perm(view, node)?;
+        let row = match self.transposed.get(&input) {
+            Some((first, before)) if before.len() == own.len() => {
+                (*first, own.iter().map(|axis| before[*axis]).collect())
+            }
+            _ => (input, own),
+        };
+        self.transposed.insert(output, row.clone());
+        Some(row)
+    }
+
+    /// A Reshape of what the first reshape of its row gets.
+    fn reshape(&mut self, view: &View<'_>, node: &Node, output: ValueId) -> Option<Merged> {
+        if !node.is("Reshape") || node.int("allowzero").is_some_and(|allow| allow != 0) {
+            return None;
+        }
+        let middle = node.input(0)?;
+        view.sole_use(middle)?;
+        let (_, before) =
+            view.producer(middle).filter(|(_, first)| RESHAPES.iter().any(|op| first.is(op)))?;
+        let target = view.ints(node.input(1)?)?;
+        // A size that is copied has to be the same before.
+        let sizes = |value, axis: usize| view.facts().sizes(value, i64::try_from(axis).ok()?);
+        let copied = |input, axis| sizes(input, axis).is_some_and(|size| Some(size) == sizes(middle, axis));
+        let holds = |input: &ValueId| {
+            *input != output
+                && target.iter().enumerate().all(|(axis, size)| *size != 0 || copied(*input, axis))
+        };
+        let input =
+            [self.reshaped.get(&middle).copied(), before.input(0)].into_iter().flatten().find(holds)?;
+        self.reshaped.insert(output, input);
+        Some(Merged::Reshape { input, target })
+    }
 }
 
 /// The value that the node gives back unchanged; `Err` if it only looks like that.
@@ -145,11 +209,6 @@ fn unchanged(view: &View<'_>, node: &Node, output: ValueId) -> Option<Result<Val
     match node.op_type.as_str() {
         "Identity" => when(true),
         "Cast" | "CastLike" => when(same_type(input)),
-        "Transpose" => {
-            let perm = perm(view, node)?;
-            let (first, whole) = before(view, node, &perm);
-            first.filter(|_| is_sorted(&whole)).map(Ok)
-        }
         "Reshape" | "Flatten" | "Squeeze" | "Unsqueeze" => {
             relabelled(view, input).into_iter().rev().find(|ancestor| same_shape(*ancestor)).map(Ok)
         }
@@ -219,19 +278,6 @@ fn is_sorted(perm: &[usize]) -> bool {
     perm.iter().copied().eq(0..perm.len())
 }
 
-/// What a Transpose before this one gets, and the permutation that both do together.
-fn before(view: &View<'_>, node: &Node, second: &[usize]) -> (Option<ValueId>, Vec<usize>) {
-    let input = node.input(0);
-    let first = input.and_then(|input| view.made_by(input, "Transpose"));
-    let Some((_, first)) = first else { return (input, second.to_vec()) };
-    match perm(view, first) {
-        Some(perm) if perm.len() == second.len() => {
-            (first.input(0), second.iter().map(|axis| perm[*axis]).collect())
-        }
-        _ => (input, second.to_vec()),
-    }
-}
-
 /// The value and those that it is made of by reshaping alone, nearest first.
 fn relabelled(view: &View<'_>, value: ValueId) -> Vec<ValueId> {
     let mut values = vec![value];
@@ -243,29 +289,4 @@ fn relabelled(view: &View<'_>, value: ValueId) -> Vec<ValueId> {
         }
     }
     values
-}
-
-fn merged(view: &View<'_>, node: &Node, output: ValueId) -> Option<Merged> {
-    if node.is("Transpose") {
-        let own = perm(view, node)?;
-        let (input, whole) = before(view, node, &own);
-        let input = input.filter(|input| Some(*input) != node.input(0))?;
-        let perm = whole.iter().map(|axis| i64::try_from(*axis).ok()).collect::<Option<_>>()?;
-        return Some(Merged::Transpose { input, perm });
-    }
-    if !node.is("Reshape") || node.int("allowzero").is_some_and(|allow| allow != 0) {
-        return None;
-    }
-    let middle = node.input(0)?;
-    view.sole_use(middle)?;
-    let (_, first) = view.producer(middle).filter(|(_, first)| RESHAPES.iter().any(|op| first.is(op)))?;
-    let (input, target) = (first.input(0)?, view.ints(node.input(1)?)?);
-    // A size that is copied has to be the same before.
-    let copied = |axis: usize| {
-        let sizes = |value| view.facts().sizes(value, i64::try_from(axis).ok()?);
-        let sizes = (sizes(input), sizes(middle));
-        sizes.0.is_some() && sizes.0 == sizes.1
-    };
-    let holds = target.iter().enumerate().all(|(axis, size)| *size != 0 || copied(axis));
-    (holds && output != input).then_some(Merged::Reshape { input, target })
 }

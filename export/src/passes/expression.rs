@@ -119,6 +119,10 @@ impl Compute for Expression {
     fn release(&self) {
         self.leaves.iter().for_each(|leaf| leaf.bytes.release());
     }
+
+    fn reads(&self) -> Option<usize> {
+        self.leaves.iter().try_fold(0usize, |sum, leaf| sum.checked_add(leaf.bytes.reads()?))
+    }
 }
 
 /// An operand in memory.

@@ -5,12 +5,13 @@
 //!
 //! With -inf, a row that sees no key has no softmax (NaN); where torch's guard follows, which makes such rows 0, they are
 //! made 0 by the mask itself: Where(ReduceMax(mask) > lowest / 2, attention, 0). Without the guard they now get some
-//! average of the values instead of NaN. Lowest numbers stay lowest: such rows had and have the plain average. In f16,
+//! average of the values instead of NaN. The lowest numbers become equal: such rows had and have the plain average. In f16,
 //! sums with -65504 overflow to -inf; sums with -32768 do not.
-//! Refused: masks that are used for more than attention or shared with one that is refused, constants beyond 16 MiB or
+//! Refused: masks that hide with several numbers where a row may see no key (it sees what is least hidden, and would now
+//! see all alike), masks that are used for more than attention or shared with one that is refused, constants beyond 16 MiB or
 //! unreadable, more than one mask before a guard. Masks that come from outside are not looked at.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use super::{
     Outcome, Pass, PassError, Replacement, Settings, View,
@@ -29,6 +30,7 @@ pub const PASS: Pass = Pass {
 const ELSEWHERE: &str = "the mask is used for more than attention";
 const SHARED: &str = "the mask is shared with an attention that is left alone";
 const LARGE: &str = "the mask is a constant that cannot be looked at";
+const UNEQUAL: &str = "the mask hides with different numbers, which rows that see no key tell apart";
 const SEVERAL: &str = "there is more than one mask before a guard against NaN";
 
 /// The largest constant mask, in bytes; one of 2048 keys and queries in f32.
@@ -70,6 +72,8 @@ pub(super) struct Origin {
     /// Whether some of it comes from outside or is not followed.
     pub unknown: bool,
     unreadable: bool,
+    /// The numbers, as bits, that are too low or become equal to those that are.
+    low: BTreeSet<u32>,
     /// Whether the whole mask is a constant with a key to see in every row.
     all_rows_see: bool,
 }
@@ -112,6 +116,8 @@ impl Origin {
     }
 
     fn add(&mut self, node: NodeId, index: usize, dtype: DType, numbers: &[f32]) {
+        let is_low = |number: &&f32| lowest(dtype).is_some_and(|lowest| **number <= lowest);
+        self.low.extend(numbers.iter().filter(is_low).map(|number| number.to_bits()));
         if numbers.iter().any(|number| is_too_low(dtype, *number)) {
             let infinite = numbers.contains(&f32::NEG_INFINITY);
             self.edges.push(Edge { node, index, dtype, infinite });
@@ -224,6 +230,10 @@ fn plan(view: &View<'_>, attention: &Attention) -> Option<Result<Plan, (Plan, &'
     let mut plan = Plan { place: view.graph.place(attention.softmax), origins, blank: None };
     if unreadable {
         return Some(Err((plan, LARGE)));
+    }
+    let low: BTreeSet<u32> = plan.origins.iter().flat_map(|origin| &origin.low).copied().collect();
+    if low.len() > 1 && !matches!(&plan.origins[..], [mask] if mask.all_rows_see) {
+        return Some(Err((plan, UNEQUAL)));
     }
     if attention.guard.is_some() && plan.origins.iter().any(Origin::blinds_rows) {
         let [mask] = masks[..] else { return Some(Err((plan, SEVERAL))) };

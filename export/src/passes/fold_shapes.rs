@@ -239,6 +239,9 @@ fn reshaped(view: &View<'_>, node: &Node, output: ValueId) -> Result<Edit, Why> 
     let (Some(from), Some(to)) = (sizes(view, x), sizes(view, output)) else {
         return Err(node.input(1).map_or(UNKNOWN.into(), |target| dependence(view, &[target])));
     };
+    if elements(&from) != elements(&to) {
+        return Err(UNKNOWN.into()); // recorded sizes that contradict
+    }
     match plan(&from, &to) {
         Ok(plan) => Ok(Edit::Reshape { x, plan }),
         Err(places) => {
@@ -246,6 +249,13 @@ fn reshaped(view: &View<'_>, node: &Node, output: ValueId) -> Result<Edit, Why> 
             Err(on_sizes(view.facts(), &sizes))
         }
     }
+}
+
+/// Elements of a shape in every sample; none has more than can be counted.
+fn elements(shape: &[Sizes]) -> Sizes {
+    let samples = shape.first().map_or(0, Vec::len);
+    let sizes = |sample: usize| shape.iter().filter_map(move |sizes| sizes.get(sample));
+    (0..samples).map(|sample| sizes(sample).fold(1, |n: usize, size| n.saturating_mul(*size))).collect()
 }
 
 /// Reshape(InstanceNormalization(Reshape(x, [N, G, -1]))) with the shape of x.
@@ -342,6 +352,9 @@ fn split(view: &View<'_>, node: &Node) -> Result<Edit, Why> {
             start.zip(end).ok_or_else(|| on_sizes(view.facts(), std::slice::from_ref(&ends)))?;
         parts.push((output, start, end));
         at = ends;
+    }
+    if at != whole {
+        return Err(UNKNOWN.into()); // recorded sizes that contradict
     }
     Ok(Edit::Slices { x, axis, parts })
 }

@@ -4,6 +4,10 @@
 //! After: x * Sigmoid(x), and Sigmoid for the logistic function by itself. ONNX Runtime makes one kernel of Sigmoid and
 //! Mul when it loads a graph (com.microsoft QuickGelu with alpha 1), on WebGPU too; so the graph keeps the standard
 //! operators, which every other runtime reads as well. Nothing is refused.
+//!
+//! Sigmoid is the better spelling in f16, where exp(-x) overflows. ONNX Runtime's CPU provider approximates it to 1.5e-7 of
+//! its range: next to larger numbers of a tensor that is nothing, but x * Sigmoid(x) by itself has a relative error of 3e-5
+//! at x = -8 and no digit that is right below -15.
 
 use super::{Outcome, Pass, PassError, Replacement, Settings, View};
 use crate::onnx::{Attribute, DType, Model, Node, NodeId, ValueId};

@@ -95,7 +95,7 @@ struct Split {
     old: ValueId,
     form: Form,
     /// The old result is made of the new one, for those who still use it.
-    flatten: Option<Vec<i64>>,
+    flatten: Option<Plan>,
 }
 
 enum Form {
@@ -126,11 +126,9 @@ fn find(view: &View<'_>) -> (Option<Found>, Vec<super::Refusal>) {
             nodes: Vec::new(),
             left: MAX_NODES,
         };
-        match splitter.split(z, axis) {
-            Ok(result) => {
-                let nodes = splitter.finish(root);
-                return (Some(Found { root, output, result, nodes }), outcome.refused);
-            }
+        let found = splitter.split(z, axis).and_then(|result| Ok((result, splitter.finish(root)?)));
+        match found {
+            Ok((result, nodes)) => return (Some(Found { root, output, result, nodes }), outcome.refused),
             Err(why) => outcome.refuse(view.graph.label(root), why),
         }
     }
@@ -291,7 +289,7 @@ impl Splitter<'_> {
     }
 
     /// The nodes, with those results marked that nodes outside still use flat.
-    fn finish(mut self, root: NodeId) -> Vec<(NodeId, Split)> {
+    fn finish(mut self, root: NodeId) -> Result<Vec<(NodeId, Split)>, Why> {
         let mut nodes = std::mem::take(&mut self.nodes);
         let mut inside: HashSet<NodeId> = nodes.iter().map(|node| node.0).collect();
         inside.insert(root);
@@ -300,16 +298,16 @@ impl Splitter<'_> {
             let used = self.view.graph.outputs.contains(&split.old)
                 || captured.contains(&split.old)
                 || self.view.uses(split.old).iter().any(|user| !inside.contains(user));
-            split.flatten = if used { self.flat(split.old) } else { None };
+            split.flatten = if used { Some(self.flat(split.old).ok_or(UNKNOWN)?) } else { None };
         }
-        nodes
+        Ok(nodes)
     }
 
-    /// The target that makes the value of its form with two axes.
-    fn flat(&self, value: ValueId) -> Option<Vec<i64>> {
+    /// How the value is made of its form with two axes.
+    fn flat(&self, value: ValueId) -> Option<Plan> {
         let target = sizes(self.view, value)?;
         let (axis, _) = self.made.get(&value)?;
-        plan(&self.halves(&target, *axis), &target).ok()?.targets.pop()
+        plan(&self.halves(&target, *axis), &target).ok()
     }
 }
 
@@ -339,9 +337,8 @@ fn rewrite(model: &mut Model, found: Found) {
                 value
             }
         };
-        if let Some(target) = flatten {
-            let target = new.ints(&target);
-            new.op_into("Reshape", &[value, target], &[], old);
+        if let Some(plan) = flatten {
+            reshape(&mut new, value, plan, old, false);
         }
         split.insert(old, value);
         new.finish();

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashSet};
 
 use super::{Outcome, Parts, Pass, Refusal, Settings, Split, bind_sizes, drop_dead, single_output};
-use crate::onnx::{ComputeError, Graph, GraphError, Model, NodeId};
+use crate::onnx::{ComputeError, Graph, GraphError, Model, NodeId, ValueId};
 
 /// Rounds over a list of passes. What one pass makes possible for an earlier one is done in the next round; graphs in the
 /// wild settle after two or three.
@@ -112,9 +112,27 @@ fn name_apart(graph: &mut Graph) {
     }
 }
 
+/// Gives values that a pass has made names that no body has, at any depth: ONNX wants names to be unique across bodies
+/// and the graphs around them.
+fn name_apart_from_bodies(graph: &mut Graph, made: &[ValueId]) {
+    let inner: HashSet<String> = graph.names_in_bodies().map(str::to_owned).collect();
+    for id in made {
+        let name = graph[*id].name.clone();
+        let is_free = |name: &String| !inner.contains(name) && graph.find(name).is_none();
+        if inner.contains(&name)
+            && let Some(unique) = (2..).map(|n| format!("{name}.{n}")).find(is_free)
+        {
+            graph.rename(*id, &unique);
+        }
+    }
+}
+
 fn run_one(model: &mut Model, pass: &'static Pass, settings: &Settings) -> Result<Outcome, PassError> {
+    let before = model.graph.values().count();
     let outcome = (pass.run)(model, settings)?;
     if outcome.applied > 0 {
+        let made: Vec<ValueId> = model.graph.values().skip(before).map(|(id, _)| id).collect();
+        name_apart_from_bodies(&mut model.graph, &made);
         // Since version 4 of the format, initializers need not be graph inputs.
         model.ir_version = model.ir_version.max(4);
         drop_dead::sweep(model);

@@ -12,7 +12,8 @@ pub struct Substitution {
 
 impl Substitution {
     pub fn put(&mut self, old: ValueId, new: ValueId) {
-        if self.of(new) != old {
+        let new = self.of(new);
+        if new != old {
             self.new.insert(old, new);
         }
     }

@@ -2,16 +2,18 @@
 //!
 //! Before: a graph in f32. After: the operators of [`HALVED`] read and give f16; norms, powers, roots, exponentials, sines
 //! and what leads to nothing but them stay f32, with a Cast on the way. So does all that leads to angles alone. Graph inputs and outputs keep their types. Weights
-//! are cast when they are written. Small constants beyond f16's range (masks of -3.4e38) are limited to it; infinities
-//! stay.
+//! are cast when they are written. Constants of at most 64 KiB are looked at before: numbers far below zero that are added or
+//! chosen (masks of -3.4e38) are limited to f16's range, and infinities stay; what has larger numbers stays f32. A larger
+//! weight beyond f16's range is found, and named, when it is written.
 //!
-//! Refused: operators in f32 of which no f16 kernel is known; operands of unknown type; a model whose nodes have bodies.
+//! Refused: operators in f32 of which no f16 kernel is known; weights that f16 cannot hold; operands of unknown type; a
+//! model whose nodes have bodies.
 
 use std::collections::{HashMap, HashSet};
 
 use super::{Outcome, Pass, PassError, Replacement, Settings, View};
 use crate::{
-    onnx::{Attribute, Bytes, ComputeError, DType, Graph, Model, Node, NodeId, Tensor, ValueId},
+    onnx::{Attribute, ComputeError, DType, Graph, Model, Node, NodeId, Tensor, ValueId},
     quant::{self, F16_MAX},
 };
 
@@ -26,7 +28,7 @@ pub const PASS: Pass = Pass {
 const F16_LEAST: f32 = 6.103_515_6e-5;
 /// Constants of so many elements are numbers rather than weights.
 const FEW: usize = 16;
-/// Constants of at most so many bytes are read and limited to f16's range; larger ones are weights, cast when written.
+/// Constants of at most so many bytes are looked at; larger ones are weights, cast when written.
 const SMALL: usize = 1 << 16;
 
 /// Operators that compute elements one by one, or move them: what leads to nothing but f32 stays f32, too.
@@ -171,6 +173,10 @@ fn halved(view: &View<'_>, types: &HashMap<ValueId, DType>, outcome: &mut Outcom
         if op == "Cast" && node.input(0).is_none_or(of_float) {
             continue;
         }
+        if !plain && has_weight_beyond_f16(view, node) {
+            outcome.refuse(view.graph.place(id), "a weight has numbers that f16 cannot hold");
+            continue;
+        }
         let mut values = node.inputs.iter().chain(&node.outputs).flatten();
         if !values.all(|value| types.contains_key(value)) {
             outcome.refuse(view.graph.place(id), "the types of its operands are not known");
@@ -190,16 +196,27 @@ fn halved(view: &View<'_>, types: &HashMap<ValueId, DType>, outcome: &mut Outcom
 /// something computed, which may be as small as the constant that keeps it from zero.
 fn leaves_f16(view: &View<'_>, node: &Node) -> bool {
     let divides = node.is("Div") && node.input(1).is_some_and(|by| view.constant(by).is_none());
-    let beyond =
-        |value: f32| value.is_finite() && (value > F16_MAX || (value != 0.0 && value.abs() < F16_LEAST));
-    divides
-        || node.inputs.iter().flatten().any(|input| {
-            let small = view
-                .constant(*input)
-                .filter(|tensor| tensor.elements() <= FEW && !matches!(tensor.bytes, Bytes::Computed { .. }));
-            let values = small.and_then(|tensor| tensor.to_f32().ok().flatten());
-            values.is_some_and(|values| values.into_iter().any(beyond))
-        })
+    let beyond = |values: &[f32]| {
+        let least = if values.len() <= FEW { F16_LEAST } else { 0.0 };
+        let leaves = |value: &f32| *value > F16_MAX || (*value != 0.0 && value.abs() < least);
+        values.iter().any(|value| value.is_finite() && leaves(value))
+    };
+    divides || constants(view, node).any(|values| beyond(&values))
+}
+
+/// Limited to f16's range, a weight would be another.
+fn has_weight_beyond_f16(view: &View<'_>, node: &Node) -> bool {
+    constants(view, node).flatten().any(|value| value.is_finite() && value.abs() > F16_MAX)
+}
+
+/// The node's small constants of floats.
+fn constants<'a>(view: &'a View<'_>, node: &'a Node) -> impl Iterator<Item = Vec<f32>> + 'a {
+    let tensors = node.inputs.iter().flatten().filter_map(|input| view.constant(*input));
+    tensors.filter(|tensor| is_small(tensor)).filter_map(|tensor| tensor.to_f32().ok().flatten())
+}
+
+fn is_small(tensor: &Tensor) -> bool {
+    tensor.bytes.reads().is_some_and(|read| read.max(tensor.bytes.len()) <= SMALL)
 }
 
 /// Whether a node leads to nothing but sines and cosines, whose angles f16 cannot tell apart.
@@ -308,8 +325,7 @@ fn cast_to_f16(node: &mut Node) {
 }
 
 fn half_tensor(tensor: Tensor) -> Result<Tensor, ComputeError> {
-    if !matches!(tensor.bytes, Bytes::Computed { .. })
-        && tensor.bytes.len() <= SMALL
+    if is_small(&tensor)
         && let Some(values) = tensor.to_f32()?
     {
         let limited = |v: &f32| if v.is_finite() { v.clamp(-F16_MAX, F16_MAX) } else { *v };

@@ -40,6 +40,10 @@ impl Compute for Cast {
         self.tensor.bytes.release();
     }
 
+    fn reads(&self) -> Option<usize> {
+        self.tensor.bytes.reads()
+    }
+
     fn compute(&self) -> Result<Vec<Vec<u8>>, ComputeError> {
         let from = self.tensor.dtype;
         let (from_size, to_size) = (float_size(from)?, float_size(self.to)?);

@@ -59,6 +59,10 @@ impl Compute for Select {
         self.tensor.bytes.release();
     }
 
+    fn reads(&self) -> Option<usize> {
+        self.tensor.bytes.reads()
+    }
+
     fn compute(&self) -> Result<Vec<Vec<u8>>, ComputeError> {
         let bytes = self.tensor.bytes.read()?;
         let mut out = Vec::with_capacity(self.len);
@@ -87,6 +91,10 @@ struct Transpose {
 impl Compute for Transpose {
     fn release(&self) {
         self.tensor.bytes.release();
+    }
+
+    fn reads(&self) -> Option<usize> {
+        self.tensor.bytes.reads()
     }
 
     fn compute(&self) -> Result<Vec<Vec<u8>>, ComputeError> {

@@ -38,7 +38,7 @@ type Fold = fn(&[i64]) -> Option<i64>;
 /// attribute says that nothing is to be reduced then. Contents are followed where one element is made of all.
 fn reduce(call: &Call<'_>, all: Option<Fold>) -> Result<Vec<Fact>, String> {
     let input = call.required(0)?;
-    let keep = call.attr_int("keepdims", 1) != 0;
+    let keep = keeps_dims(call)?;
     let Some(dims) = &input.shape else { return Ok(vec![Fact::partial(input.dtype, None)]) };
     let every = || (0..dims.len()).collect();
     let nothing = call.attr_int("noop_with_empty_axes", 0) != 0;
@@ -63,13 +63,22 @@ fn reduce(call: &Call<'_>, all: Option<Fold>) -> Result<Vec<Fact>, String> {
     Ok(vec![Fact { elements: elements.map(|value| Elements::Ints(vec![Some(value)])), ..output }])
 }
 
+/// What other numbers mean is not defined, and runtimes differ.
+fn keeps_dims(call: &Call<'_>) -> Result<bool, String> {
+    match call.attr_int("keepdims", 1) {
+        0 => Ok(false),
+        1 => Ok(true),
+        other => Err(format!("keepdims is {other}, neither 0 nor 1")),
+    }
+}
+
 fn arg(call: &Call<'_>) -> Result<Vec<Fact>, String> {
     let dtype = Some(DType::I64);
     let Some(mut dims) = call.required(0)?.shape.clone() else { return Ok(vec![Fact::partial(dtype, None)]) };
     let at = axis(call.attr_int("axis", 0), dims.len())?;
-    match call.attr_int("keepdims", 1) {
-        0 => drop(dims.remove(at)),
-        _ => dims[at] = Some(1),
+    match keeps_dims(call)? {
+        false => drop(dims.remove(at)),
+        true => dims[at] = Some(1),
     }
     Ok(vec![Fact::partial(dtype, Some(dims))])
 }
