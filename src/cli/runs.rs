@@ -32,7 +32,7 @@ use crate::{
         run_folder::{Identity, NoiseIdentity},
         runs::Runs,
     },
-    plan::Plan,
+    plan::{Plan, Settings},
     runtime::Device,
     user_cache::{named, user_cache},
 };
@@ -190,10 +190,12 @@ fn device_identity(device: &Device, plan: &Plan) -> BTreeMap<String, String> {
 /// The stages whose attention goes in smaller chunks, which add up in another order. The budget that led to them is not
 /// told: it differs from one run to the next, and does not change the picture.
 fn chunks(plan: &Plan) -> String {
-    let halved = plan.stages.iter().filter(|stage| stage.settings.halvings > 0);
-    let halved: Vec<_> =
-        halved.map(|stage| format!("{}: chunks 1/{}", stage.name, 1u32 << stage.settings.halvings)).collect();
-    halved.join("; ")
+    let changed = plan.stages.iter().filter(|stage| stage.settings.halvings > 0 || stage.settings.fused);
+    let changed = changed.map(|stage| {
+        let Settings { halvings, fused, .. } = stage.settings;
+        format!("{}: chunks 1/{}{}", stage.name, 1u32 << halvings, if fused { ", fused" } else { "" })
+    });
+    changed.collect::<Vec<_>>().join("; ")
 }
 
 fn processor() -> String {

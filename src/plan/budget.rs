@@ -58,6 +58,8 @@ impl fmt::Display for Budget {
         match self.unified {
             true if self.device < self.total => write!(f, "the budget of {total} ({device} for the device)"),
             true => write!(f, "the budget of {total}"),
+            // A plan for another machine knows nothing of its host.
+            false if self.host == u64::MAX => write!(f, "the budget of {device} on the device"),
             false => write!(f, "the budget of {device} on the device and {host} on the host"),
         }
     }

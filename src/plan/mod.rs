@@ -161,7 +161,7 @@ impl Plan {
 
     /// Why stages are not set as they usually are: a line for each.
     pub fn choices(&self) -> Vec<String> {
-        let changed = self.stages.iter().filter(|stage| stage.settings != Settings::default());
+        let changed = self.stages.iter().filter(|stage| stage.settings.saves_memory());
         changed.map(|stage| format!("{}: {}", stage.name, choice(stage, self.budget))).collect()
     }
 }
@@ -174,7 +174,10 @@ fn choice(stage: &PlannedStage, budget: Budget) -> String {
         parts.push(format!("{few} dispatch per submission instead of {usual}"));
     }
     if settings.halvings > 0 {
-        parts.push(format!("attention in chunks of 1/{} of the usual size", 1 << settings.halvings));
+        parts.push("attention in smaller chunks".to_owned());
+    }
+    if settings.fused {
+        parts.push("the fused attention operator".to_owned());
     }
     let outcome = if budget.holds(*predicted) { "to stay below" } else { "and yet above" };
     format!("{}, slower, {outcome} {budget}", parts.join(" and "))

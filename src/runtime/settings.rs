@@ -48,6 +48,11 @@ impl Settings {
         whole.into_iter().chain((0..=HALVINGS).map(smaller)).chain(last)
     }
 
+    /// Whether speed is given up for memory.
+    pub fn saves_memory(&self) -> bool {
+        self.pending_dispatches < PENDING_DISPATCHES || self.halvings > 0 || self.fused
+    }
+
     /// Whether attention without a mask over so many rows is the fused operator.
     pub fn fuses(&self, device: &DeviceProfile, rows: usize) -> bool {
         self.fused || device.tuning.attention_at(rows) == AttentionForm::Fused
@@ -62,5 +67,43 @@ impl Settings {
             halvings => fastest.min(PROMISED_BINDING) >> (halvings - 1),
         };
         bytes.min(device.max_binding)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use viaduct_export::tuning::Tuning;
+
+    use super::*;
+
+    fn device(tuning: Tuning) -> DeviceProfile {
+        DeviceProfile { tuning, ..DeviceProfile::preset("bc250").unwrap() }
+    }
+
+    #[test]
+    fn speed_is_given_up_step_by_step() {
+        const WHOLE: u64 = 1 << 30;
+        let device =
+            device(Tuning { fused_attention: true, pending_dispatches: 16, ..Tuning::written(WHOLE) });
+        let tried = Settings::all(&device).map(|settings| {
+            let bytes = settings.score_bytes(&device, 4608);
+            (settings.pending_dispatches, settings.fuses(&device, 4608), bytes / (1 << 20))
+        });
+        let few = [(1, false, 1024), (1, false, 128), (1, false, 64), (1, false, 32), (1, true, 32)];
+        let expected: Vec<_> = [(16, false, 1024), (4, false, 1024)].into_iter().chain(few).collect();
+        assert_eq!(tried.collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn fused_attention_that_is_not_right_is_no_way_out() {
+        let device = device(Tuning::default());
+        assert!(Settings::all(&device).all(|settings| !settings.fuses(&device, 4608)));
+    }
+
+    #[test]
+    fn only_what_gives_up_speed_saves_memory() {
+        let device = device(Tuning { pending_dispatches: 64, ..Tuning::default() });
+        let saves: Vec<bool> = Settings::all(&device).map(|settings| settings.saves_memory()).collect();
+        assert_eq!(saves, [false, false, true, true, true, true]);
     }
 }

@@ -31,6 +31,7 @@ pub fn viaduct(directory: &Path, arguments: &str) -> Command {
     // What a run keeps has tests of its own.
     command.env("VIADUCT_RUNS_LIMIT", "0");
     command.env("VIADUCT_RUNS", Path::new(env!("CARGO_TARGET_TMPDIR")).join("runs"));
+    command.env("VIADUCT_TUNING", Path::new(env!("CARGO_TARGET_TMPDIR")).join("no tuning"));
     if std::env::var_os("VIADUCT_RUNTIME").is_none() {
         command.env("VIADUCT_RUNTIME", root().join("runtime"));
     }

@@ -61,6 +61,7 @@ pub fn viaduct() -> Command {
         ("MESA_SHADER_CACHE_DIR", scratch.join("shaders")),
         ("XDG_RUNTIME_DIR", scratch.to_owned()),
         ("VIADUCT_RUNS", scratch.join("runs")),
+        ("VIADUCT_TUNING", scratch.join("no tuning")),
     ];
     command.envs(defaults.into_iter().filter(|(name, _)| env::var_os(name).is_none()));
     command
