@@ -62,6 +62,54 @@ fn the_picture_is_the_references() {
     assert_ne!(picture(&apple), picture(&again));
 }
 
+/// In whatever order stages run, and whether their sessions stay, a picture is that of a command of its own.
+#[test]
+fn several_pictures_are_those_of_single_runs() {
+    let (bundle, folder) = (Checkpoint::klein_emoji().export("q8", &[]), scratch());
+    let path = |name: &str| folder.path().join(name);
+    for (name, prompt, seed) in
+        [("a", APPLE, "7"), ("b", APPLE, "8"), ("c", "a fox", "7"), ("d", "a fox", "8")]
+    {
+        bundle.generate(&path(name), prompt, "cpu").args(["--seed", seed]).assert().success();
+    }
+    for more in [&["--in-process"][..], &["--keep-loaded"], &[]] {
+        let mut command = bundle.generate(&path("all.png"), APPLE, "cpu");
+        let arguments = ["-p", "a fox", "--seed", "7", "--count", "2", "--force", "--json"];
+        let assert = command.args(arguments).args(more).assert().success();
+        let report: Value = serde_json::from_slice(&assert.get_output().stdout).unwrap();
+        assert_eq!(report["kept_loaded"], more.contains(&"--keep-loaded"), "{report}");
+        for (index, (name, seed)) in [("a", 7), ("b", 8), ("c", 7), ("d", 8)].into_iter().enumerate() {
+            let file = path(&format!("all-{}.png", index + 1));
+            let image = &report["images"][index];
+            assert_eq!((&image["image"], &image["seed"]), (&file.to_str().unwrap().into(), &seed.into()));
+            assert!(fs::read(path(name)).unwrap() == fs::read(&file).unwrap(), "{more:?} {name}");
+        }
+    }
+}
+
+#[test]
+fn sessions_that_do_not_fit_beside_each_other_are_not_kept() {
+    let (bundle, folder) = (Checkpoint::klein_emoji().export("q8", &[]), scratch());
+    let out = folder.path().join("apple.png");
+    let mut command = bundle.generate(&out, APPLE, "cpu");
+    let arguments = ["--keep-loaded", "--budget", "120MiB", "--steps", "1", "--json"];
+    let assert = command.args(arguments).assert().success();
+    let report: Value = serde_json::from_slice(&assert.get_output().stdout).unwrap();
+    assert_eq!(report["kept_loaded"], false);
+    let message = String::from_utf8(assert.get_output().stderr.clone()).unwrap();
+    assert!(message.contains("warning: --keep-loaded: the stages do not fit beside each other"), "{message}");
+
+    // Nothing is written over, and what is for one picture is refused for several.
+    fs::write(folder.path().join("several-2.png"), "").unwrap();
+    let several = folder.path().join("several.png");
+    for arguments in
+        [&["--count", "2"][..], &["--count", "0"], &["--count", "2", "--seed", "18446744073709551615"]]
+    {
+        bundle.generate(&several, APPLE, "cpu").args(arguments).assert().code(2);
+    }
+    bundle.generate(&several, APPLE, "cpu").args(["-p", "a fox", "--force", "--dump", "x"]).assert().code(2);
+}
+
 #[test]
 fn a_picture_tells_how_it_was_made() {
     let (bundle, folder) = (Checkpoint::klein_emoji().export("q8", &[]), scratch());

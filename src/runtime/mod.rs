@@ -1,7 +1,7 @@
 //! ONNX Runtime: the only module that names the `ort` crate.
 //!
 //! [`Runtime::start`] loads the libraries and chooses a provider, [`Runtime::open`] makes one session, a [`Stage`].
-//! A stage borrows its runtime, so that a second one cannot live beside it.
+//! A stage borrows its runtime, so that a second one cannot live beside it; [`KeptSessions`] is the one exception.
 
 mod assignment;
 mod bundle;
@@ -18,6 +18,7 @@ mod resolve;
 mod selftest;
 mod stage;
 mod vulkan;
+mod warm;
 mod watchdog;
 mod worker;
 
@@ -30,5 +31,6 @@ pub use lower::{Attention, LowerError, Lowered, SCORE_LIMIT, lower, lower_within
 pub use selftest::attention_self_test;
 pub use stage::{Stage, StageModel, TensorInfo};
 pub use vulkan::{Adapter, adapters};
+pub use warm::KeptSessions;
 pub use watchdog::{Guard, StagePeak, Stopped, Watchdog, volunteer_for_oom_killer};
 pub use worker::{Workers, serve};
