@@ -57,9 +57,10 @@ impl KeptSessions {
         KeptSessions { kept: BTreeMap::new(), runtime }
     }
 
-    /// Ends all sessions and returns their memory.
-    pub fn clear(&mut self) {
+    /// Ends all sessions, and lends the runtime that opens one at a time.
+    pub fn runtime(&mut self) -> &mut Runtime {
         self.kept.clear();
+        &mut self.runtime
     }
 
     fn load(&mut self, bundle: &Bundle, name: &str, binding: &Binding<'_>) -> Result<(), RuntimeError> {

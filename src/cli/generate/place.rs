@@ -33,10 +33,10 @@ impl Place {
         progress: &mut Progress,
     ) -> anyhow::Result<Place> {
         let Arguments { device, memory, force, .. } = arguments;
-        if arguments.keep_loaded {
-            if let Some(place) = Place::kept(arguments, bundle, picture, progress)? {
-                return Ok(place);
-            }
+        if arguments.keep_loaded
+            && let Some(place) = Place::kept(arguments, bundle, picture, progress)?
+        {
+            return Ok(place);
         }
         let exchange = match arguments.in_process {
             true => None,

@@ -3,7 +3,7 @@
 
 use viaduct_export::{arch::flux2::parameters::Parameters, shapes::Sizes};
 
-use super::{Conditions, Flux2, Flux2Error, Graphs, Inputs, id_tensor, misshapen, shaped};
+use super::{Conditions, Flux2, Flux2Error, Graphs, Inputs, TEXT_ENCODER, id_tensor, misshapen, shaped};
 use crate::{
     pipeline::{
         embedding::gather_rows,
@@ -35,7 +35,7 @@ impl Graphs for Authored {
         let path = flux2.bundle.path(&text.embedding.file)?;
         let pad_keys = if text.mask_padding { PadKeys::Hidden } else { PadKeys::Visible };
         let (cos, sin) = rope_tables_1d(text.length, text.head_dim, text.rope_theta)?;
-        let mut stage = flux2.stage("text_encoder", &Sizes::new(), run.executor, run.plan, &mut run.watch)?;
+        let mut stage = flux2.stage(TEXT_ENCODER, &Sizes::new(), run.executor, run.plan, &mut run.watch)?;
         let mut encode = |prompt: &EncodedPrompt| {
             let embeds = gather_rows(&path, &text.embedding, &prompt.ids)?;
             let Values::I64(mask) = &prompt.mask.values else {

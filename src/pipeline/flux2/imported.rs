@@ -2,7 +2,7 @@
 
 use viaduct_export::{arch::flux2::imported::Imported as Parameters, shapes::Sizes};
 
-use super::{Conditions, Flux2, Flux2Error, Graphs, id_tensor};
+use super::{Conditions, Flux2, Flux2Error, Graphs, TEXT_ENCODER, id_tensor};
 use crate::{
     pipeline::{
         position::{TextIds, image_ids, text_ids},
@@ -25,7 +25,7 @@ impl Graphs for Imported {
         run: &mut Run<'_>,
     ) -> Result<Vec<HostTensor>, Flux2Error> {
         let sizes = Sizes::from([("text_seq".to_owned(), self.0.text.length)]);
-        let mut stage = flux2.stage("text_encoder", &sizes, run.executor, run.plan, &mut run.watch)?;
+        let mut stage = flux2.stage(TEXT_ENCODER, &sizes, run.executor, run.plan, &mut run.watch)?;
         let mut encode = |prompt: &EncodedPrompt| {
             let inputs = [("input_ids", &prompt.ids), ("attention_mask", &prompt.mask)];
             let embeds = stage.run(&inputs, &["prompt_embeds"])?.remove(0);

@@ -35,6 +35,9 @@ use crate::{
     tensor::HostTensor,
 };
 
+/// Stages that bundles of both forms have.
+pub const TEXT_ENCODER: &str = "text_encoder";
+pub const TRANSFORMER: &str = "transformer";
 /// The family whose bundles this pipeline runs.
 const FAMILY: &str = "flux2";
 
@@ -275,12 +278,12 @@ impl<'a> Flux2<'a> {
     /// Each is [1, text length, joint width]; rows of padding included, because the transformer attends to them.
     fn encode(&self, prompts: &[EncodedPrompt], run: &mut Run<'_>) -> Result<Vec<HostTensor>, Flux2Error> {
         if let Some(embeds) = run.kept("prompt_embeds") {
-            run.resume("text_encoder".to_owned());
+            run.resume(TEXT_ENCODER.to_owned());
             return Ok(vec![embeds]);
         }
         let mut all = self.graphs.encode(self, prompts, run)?;
         for embeds in &mut all {
-            check_finite("text_encoder", None, embeds)?;
+            check_finite(TEXT_ENCODER, None, embeds)?;
             run.keep(&[("prompt_embeds", embeds)], &[]);
             *embeds = run.watch.boundary("prompt_embeds", embeds.clone());
         }
@@ -300,7 +303,7 @@ impl<'a> Flux2<'a> {
         let conditions = self.graphs.conditions(self, size, &schedule, run)?;
         let sizes = self.sizes(size, steps, run.plan);
         let (executor, folder) = (&mut *run.executor, &mut run.folder);
-        let mut stage = self.stage("transformer", &sizes, executor, run.plan, &mut run.watch)?;
+        let mut stage = self.stage(TRANSFORMER, &sizes, executor, run.plan, &mut run.watch)?;
         for (name, tensor) in &conditions.constant {
             stage.bind(name, tensor)?;
         }
@@ -308,7 +311,7 @@ impl<'a> Flux2<'a> {
         let latents = pictures.into_iter().map(step).collect::<Result<Vec<_>, _>>()?;
         stage.close(run.plan, &mut run.watch)?;
         for latents in &latents {
-            check_varied("transformer", Some(steps - 1), latents)?;
+            check_varied(TRANSFORMER, Some(steps - 1), latents)?;
             run.keep(&[(latents_after(steps - 1).as_str(), latents)], &[]);
         }
         Ok(latents)
@@ -398,14 +401,14 @@ fn denoise_one(
         inputs.extend(conditions.steps[step].iter().map(|(name, tensor)| (*name, tensor)));
         let wanted = if step == 0 { &exposed[..] } else { &[] };
         let velocity = stage.run_and_probe(&inputs, "pred", wanted, watch)?.widened();
-        check_finite("transformer", Some(step), &velocity)?;
+        check_finite(TRANSFORMER, Some(step), &velocity)?;
         let velocity = watch.boundary(&format!("pred_step{step}"), velocity);
         schedule.euler_step(step, &mut latents, &velocity)?;
         latents = watch.boundary(&latents_after(step), latents);
         let seconds = started.elapsed().as_secs_f64();
         watch.listener.on_event(Event::Step { index: step + 1, count, seconds });
         if step + 1 < count {
-            check_finite("transformer", Some(step), &latents)?;
+            check_finite(TRANSFORMER, Some(step), &latents)?;
             folder.keep(&[(latents_after(step).as_str(), &latents)], &["prompt_embeds"], watch.listener);
         }
     }
