@@ -1,6 +1,7 @@
 //! Runs Viaduct bundles: one ONNX Runtime session at a time, on any Vulkan GPU.
 
 pub mod atomic_file;
+pub mod bench;
 pub mod cli;
 pub mod npy;
 pub mod pipeline;

@@ -62,6 +62,102 @@ fn the_picture_is_the_references() {
     assert_ne!(picture(&apple), picture(&again));
 }
 
+/// In whatever order stages run, and whether their sessions stay, a picture is that of a command of its own.
+#[test]
+fn several_pictures_are_those_of_single_runs() {
+    let (bundle, folder) = (Checkpoint::klein_emoji().export("q8", &[]), scratch());
+    let path = |name: &str| folder.path().join(name);
+    let steps = ["--steps", "2"];
+    for (name, prompt, seed) in
+        [("a", APPLE, "7"), ("b", APPLE, "8"), ("c", "a fox", "7"), ("d", "a fox", "8")]
+    {
+        bundle.generate(&path(name), prompt, "cpu").args(["--seed", seed]).args(steps).assert().success();
+    }
+    for more in [&["--in-process"][..], &["--keep-loaded"], &[]] {
+        let mut command = bundle.generate(&path("all.png"), APPLE, "cpu");
+        let arguments = ["-p", "a fox", "--seed", "7", "--count", "2", "--force", "--json"];
+        let assert = command.args(arguments).args(steps).args(more).assert().success();
+        let report: Value = serde_json::from_slice(&assert.get_output().stdout).unwrap();
+        assert_eq!(report["kept_loaded"], more.contains(&"--keep-loaded"), "{report}");
+        for (index, (name, seed)) in [("a", 7), ("b", 8), ("c", 7), ("d", 8)].into_iter().enumerate() {
+            let file = path(&format!("all-{}.png", index + 1));
+            let image = &report["images"][index];
+            assert_eq!((&image["image"], &image["seed"]), (&file.to_str().unwrap().into(), &seed.into()));
+            assert!(fs::read(path(name)).unwrap() == fs::read(&file).unwrap(), "{more:?} {name}");
+        }
+    }
+}
+
+/// The numbers themselves are the machine's; that they are there, and fit together, is not.
+#[test]
+fn a_bench_reports_as_json() {
+    let bundle = Checkpoint::klein_emoji().export("q8", &[]);
+    let bench = |more: &[&str]| -> Value {
+        let mut command = viaduct();
+        command.arg("bench").arg(bundle.path()).args(["--ep", "cpu", "--json", "--steps", "2"]);
+        serde_json::from_slice(&command.args(more).assert().success().get_output().stdout).unwrap()
+    };
+    let report = bench(&["--runs", "2", "--size", "128x128,128x128"]);
+    assert_eq!((&report["bundle"], &report["environment"]["ep"]), (&"klein-emoji q8".into(), &"cpu".into()));
+    assert!(report["ceiling_tflops"].as_f64() > Some(0.0), "{report}");
+    assert_eq!(report["sizes"].as_array().unwrap().len(), 2);
+    let positive = |value: &Value| value.as_f64().is_some_and(|value| value > 0.0);
+    for size in report["sizes"].as_array().unwrap() {
+        assert_eq!([&size["width"], &size["height"], &size["steps"], &size["runs"]], [128, 128, 2, 2]);
+        assert_eq!(size["kept_loaded"], true);
+        let pictures = size["pictures"].as_array().unwrap();
+        assert_eq!(pictures.len(), 3);
+        for times in pictures.iter().chain([&size["cold_seconds"], &size["warm_seconds"]]) {
+            assert_eq!(times["steps"].as_array().unwrap().len(), 2);
+            let parts = ["loading", "text_encoder", "decoder"].map(|part| &times[part]);
+            let parts: Vec<&Value> = parts.into_iter().chain(times["steps"].as_array().unwrap()).collect();
+            assert!(parts.iter().all(|part| positive(part)), "{times}");
+            let sum: f64 = parts.iter().filter_map(|part| part.as_f64()).sum();
+            assert!(times["whole"].as_f64() > Some(sum) || times == &size["warm_seconds"], "{times}");
+        }
+        let stages = size["stages"].as_array().unwrap();
+        assert_eq!(stages.len(), 6);
+        let numbers =
+            ["load_seconds", "first_run_seconds", "run_seconds", "runs_per_picture", "flops", "tflops"];
+        for stage in stages {
+            assert!(numbers.iter().all(|number| positive(&stage[number])), "{stage}");
+            assert!(
+                stage["settings"]["halvings"].is_u64() && positive(&stage["predicted"]["host"]),
+                "{stage}"
+            );
+        }
+        assert!(positive(&size["peak"]["host"]) && size["peak"]["device"].is_null(), "{size}");
+    }
+    assert_eq!(bench(&["--runs", "1", "--budget", "120MiB"])["sizes"][0]["kept_loaded"], false);
+
+    for (arguments, code) in [(["--size", "130x128"], 2), (["--runs", "0"], 2), (["--budget", "20MiB"], 4)] {
+        viaduct().arg("bench").arg(bundle.path()).args(["--ep", "cpu"]).args(arguments).assert().code(code);
+    }
+}
+
+#[test]
+fn sessions_that_do_not_fit_beside_each_other_are_not_kept() {
+    let (bundle, folder) = (Checkpoint::klein_emoji().export("q8", &[]), scratch());
+    let out = folder.path().join("apple.png");
+    let mut command = bundle.generate(&out, APPLE, "cpu");
+    let arguments = ["--keep-loaded", "--budget", "120MiB", "--steps", "1", "--json"];
+    let assert = command.args(arguments).assert().success();
+    let report: Value = serde_json::from_slice(&assert.get_output().stdout).unwrap();
+    assert_eq!(report["kept_loaded"], false);
+    let message = String::from_utf8(assert.get_output().stderr.clone()).unwrap();
+    assert!(message.contains("warning: --keep-loaded: the stages do not fit beside each other"), "{message}");
+
+    // Nothing is written over, and what is for one picture is refused for several.
+    fs::write(folder.path().join("several-2.png"), "").unwrap();
+    let several = folder.path().join("several.png");
+    for arguments in
+        [&["--count", "2"][..], &["--count", "0"], &["--count", "2", "--seed", "18446744073709551615"]]
+    {
+        bundle.generate(&several, APPLE, "cpu").args(arguments).assert().code(2);
+    }
+    bundle.generate(&several, APPLE, "cpu").args(["-p", "a fox", "--force", "--dump", "x"]).assert().code(2);
+}
+
 #[test]
 fn a_picture_tells_how_it_was_made() {
     let (bundle, folder) = (Checkpoint::klein_emoji().export("q8", &[]), scratch());

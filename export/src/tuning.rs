@@ -48,16 +48,17 @@ impl Default for Tuning {
 impl Tuning {
     /// A device whose fused attention is right, and the fastest at all lengths.
     pub fn fused() -> Tuning {
-        Tuning { fused_attention: true, attention: Self::always(AttentionForm::Fused), ..Tuning::default() }
+        Tuning { fused_attention: true, ..Tuning::default() }.always(AttentionForm::Fused)
     }
 
     /// A device where attention is fastest when it is written out with scores of so many bytes at all lengths.
     pub fn written(score_bytes: u64) -> Tuning {
-        Tuning { attention: Self::always(AttentionForm::Written { score_bytes }), ..Tuning::default() }
+        Tuning::default().always(AttentionForm::Written { score_bytes })
     }
 
-    fn always(form: AttentionForm) -> Vec<TunedAttention> {
-        vec![TunedAttention { rows: 1, form }]
+    /// The same with one form of attention for all lengths.
+    pub fn always(&self, form: AttentionForm) -> Tuning {
+        Tuning { attention: vec![TunedAttention { rows: 1, form }], ..self.clone() }
     }
 
     /// The form of attention for a sequence of so many rows: that of the measured length which is nearest as a ratio. The

@@ -9,6 +9,7 @@ use viaduct_export::{
 
 use crate::{
     atomic_file::FileError,
+    bench::BenchError,
     pipeline::{dump::DumpError, flux2::Flux2Error, schedule::ScheduleError, size::SizeError},
     plan::{OverBudget, PlanError},
     runtime::{RuntimeError, Stopped},
@@ -76,6 +77,12 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
         return Some(flux2_code(e));
     }
     // A transparent error stands in the chain for the one inside it.
+    match error.downcast_ref::<BenchError>() {
+        Some(BenchError::Pipeline(e)) => return Some(flux2_code(e)),
+        Some(BenchError::Sizes(e)) => return Some(sizes_code(e)),
+        Some(BenchError::Bundle(_)) => return Some(FAILED),
+        None => {}
+    }
     match error.downcast_ref::<VerifyError>()? {
         VerifyError::Mismatch { .. } | VerifyError::Size(_) => Some(USAGE),
         VerifyError::Pipeline(e) => Some(flux2_code(e)),

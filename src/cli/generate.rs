@@ -1,5 +1,8 @@
 //! `viaduct generate`
 
+mod pictures;
+mod place;
+
 use std::{
     collections::BTreeMap,
     fs,
@@ -13,6 +16,10 @@ use clap::Args;
 use serde::Serialize;
 use viaduct_export::{arch::SizesRequest, bundle::Bundle};
 
+use self::{
+    pictures::{check_writable, files, folder_of, requests},
+    place::Place,
+};
 use super::{
     DeviceArguments, ProgressArguments, SizeArguments,
     exit::UsageError,
@@ -25,19 +32,19 @@ use super::{
 };
 use crate::{
     atomic_file::{self, Existing},
-    npy,
     pipeline::{
         dump::Dump,
         event::{Event, Listener},
         flux2::{Flux2, Noise, Request},
-        image::{Picture, Provenance, check_finite},
+        image::{Picture, Provenance},
         probe::{NoProbe, Probe},
         run::{Run, Watch},
         run_folder::{Earlier, NoiseIdentity, RunFolder},
         runs::Runs,
     },
     plan::Plan,
-    runtime::{Device, Executor},
+    runtime::Device,
+    tensor::HostTensor,
 };
 
 /// Draw a picture from a prompt.
@@ -52,10 +59,13 @@ pub struct Arguments {
     /// Bundle folder, as made by `viaduct export`
     #[arg(short, long)]
     bundle: PathBuf,
-    /// What to draw
-    #[arg(short, long, allow_hyphen_values = true)]
-    prompt: String,
-    /// PNG file to write
+    /// What to draw; several times for several pictures
+    #[arg(short, long, required = true, allow_hyphen_values = true)]
+    prompt: Vec<String>,
+    /// Pictures of each prompt, with seeds that count up
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1000), conflicts_with = "noise")]
+    count: u16,
+    /// PNG file to write; `out.png` becomes `out-1.png`, `out-2.png`, ... where there are several pictures
     #[arg(short, long, value_name = "FILE")]
     out: PathBuf,
     #[command(flatten)]
@@ -78,6 +88,10 @@ pub struct Arguments {
     /// Begin anew, and discard what an interrupted run of the same command has kept
     #[arg(long)]
     fresh: bool,
+    /// Keep all sessions loaded, in this process, if they fit the budget beside each other: for several pictures. Nothing
+    /// watches over memory then
+    #[arg(long)]
+    keep_loaded: bool,
     /// Run everything in this process instead of a child per component; nothing watches over memory then
     #[arg(long)]
     in_process: bool,
@@ -95,39 +109,30 @@ pub struct Arguments {
 const EXAMPLES: &str = "\
 Examples:
   viaduct generate -b klein-q8 -p \"a lighthouse in fog\" -o lighthouse.png --size 512x512 --seed 7
-  viaduct generate -b klein-q8 -p \"a fox\" -o fox.png --ep webgpu --json --progress json";
+  viaduct generate -b klein-q8 -p \"a fox\" -o fox.png --ep webgpu --json --progress json
+  viaduct generate -b klein-q8 -p \"a fox\" -p \"a hen\" --count 4 -o animal.png --keep-loaded   eight pictures";
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let started = Instant::now();
     arguments.device.check()?;
     let bundle = Bundle::open(&arguments.bundle)?;
     let flux2 = Flux2::open(&bundle)?;
-    let mut request = request(arguments, &flux2)?;
-    check_writable(arguments)?;
+    let mut requests = requests(arguments, &flux2)?;
+    let files = files(&arguments.out, requests.len());
+    check_alone(arguments, &requests)?;
+    check_writable(arguments, &files)?;
     let mut progress = Progress::new(arguments.progress.progress);
     let runs = runs()?;
-    let exchange = match arguments.in_process {
-        true => None,
-        false => Some(Exchange::create(runs.as_ref())?),
-    };
-    let mut executor = executor(arguments, exchange.as_ref(), &mut progress)?;
-    let plan = arguments.memory.plan(
-        &bundle,
-        &picture(&request),
-        executor.device(),
-        arguments.force,
-        arguments.in_process,
-        &mut progress,
-    )?;
-    let kept = runs.filter(|_| arguments.dump.is_none());
-    let folder = match kept {
-        Some(runs) => {
+    let place = Place::start(arguments, &bundle, &picture(&requests[0]), runs.as_ref(), &mut progress)?;
+    let Place { mut executor, plan, exchange, kept } = place;
+    let folder = match (runs.filter(|_| arguments.dump.is_none()), &mut requests[..]) {
+        (Some(runs), [request]) => {
             let place = (&bundle, executor.device(), &plan);
-            run_folder(arguments, &mut request, &runs, place, &mut progress)
+            run_folder(arguments, request, &runs, place, &mut progress)
         }
-        None => RunFolder::none(),
+        _ => RunFolder::none(),
     };
-    announce(&request, &mut progress);
+    announce(&requests, &mut progress);
 
     let existing = if arguments.force { Existing::Replace } else { Existing::Keep };
     let mut dump = arguments.dump.as_deref().map(|folder| Dump::create(folder, existing)).transpose()?;
@@ -136,40 +141,57 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         Some(dump) => dump,
         None => &mut nothing,
     };
-    let place = stop_on_interrupt(&progress, folder.holds_tensors(), exchange.as_ref())?;
-    let mut listener = Tracked { progress, place, memory: Vec::new(), stop: StopAt::from_environment() };
+    let position = stop_on_interrupt(&progress, folder.holds_tensors(), exchange.as_ref())?;
+    let stop = StopAt::from_environment();
+    let mut listener = Tracked { progress, position: position.clone(), memory: Vec::new(), stop };
     let watch = Watch::new(&mut listener, probe);
     let mut run = Run { executor: &mut *executor, plan: Some(&plan), watch, folder };
-    let image = flux2.draw(&request, &mut run)?;
+    let id = run.folder.id().map(str::to_owned);
+    let mut last = None;
+    let mut write = |index: usize, image: HostTensor| {
+        let png = Picture::from_tensor(&image)?.to_png(&provenance(&requests[index], &bundle).texts())?;
+        last = Some(image);
+        if index + 1 == requests.len() {
+            end(&position);
+        }
+        write_picture(&files[index], existing, id.as_deref(), &png)
+    };
+    draw(&flux2, &requests, kept, &mut run, &mut write)?;
     let (nodes, folder) = (run.watch.nodes, run.folder);
-    let picture = Picture::from_tensor(&image)?;
-    if let Some(dump) = dump {
+    if let (Some(dump), Some(image)) = (dump, last) {
         dump.finish(&image)?;
     }
-    let png = picture.to_png(&provenance(arguments, &request, &bundle).texts())?;
-    listener.end();
-    write_picture(&arguments.out, existing, folder.id(), &png)?;
     let resumed_from = folder.resumed_from().map(str::to_owned);
     folder.finish(&mut listener);
     let memory = std::mem::take(&mut listener.memory);
     drop(listener);
-    let made =
-        Made { nodes: &nodes, memory: &memory, resumed_from, seconds: started.elapsed().as_secs_f64() };
-    print(&report(arguments, &request, executor.device(), &made))
+    let seconds = started.elapsed().as_secs_f64();
+    let made = Made { nodes: &nodes, memory: &memory, resumed_from, kept_loaded: kept, seconds };
+    print(&report(arguments, &requests, &files, executor.device(), &made))
 }
 
-fn executor(
-    arguments: &Arguments,
-    exchange: Option<&Exchange>,
-    progress: &mut Progress,
-) -> anyhow::Result<Box<dyn Executor>> {
-    Ok(match exchange {
-        None => Box::new(arguments.device.start(progress)?),
-        Some(exchange) => {
-            let watchdog = arguments.memory.watchdog(progress);
-            Box::new(arguments.device.start_workers(exchange.path(), watchdog, progress)?)
-        }
-    })
+/// Draws all pictures; `drawn` gets the index and the tensor of each.
+fn draw(
+    flux2: &Flux2<'_>,
+    requests: &[Request],
+    kept: bool,
+    run: &mut Run<'_>,
+    drawn: &mut dyn FnMut(usize, HostTensor) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    if requests.len() > 1 && !kept {
+        return flux2.draw_batch(requests, run, drawn);
+    }
+    // With sessions that stay, no order loads anything twice; this one has the first picture soonest.
+    let mut pictures = requests.iter().enumerate();
+    pictures.try_for_each(|(index, request)| drawn(index, flux2.draw(request, run)?))
+}
+
+/// Refuses what goes with one picture alone.
+fn check_alone(arguments: &Arguments, requests: &[Request]) -> Result<(), UsageError> {
+    match arguments.dump.is_some() && requests.len() > 1 {
+        true => Err(UsageError(format!("--dump is for one picture, and {} are asked for", requests.len()))),
+        false => Ok(()),
+    }
 }
 
 fn picture(request: &Request) -> SizesRequest {
@@ -209,7 +231,12 @@ struct Position {
     kept: bool,
 }
 
-type Place = Arc<Mutex<Position>>;
+type SharedPosition = Arc<Mutex<Position>>;
+
+/// From now on an interrupt is not heeded, since the run is over.
+fn end(position: &SharedPosition) {
+    position.lock().unwrap_or_else(PoisonError::into_inner).stage = None;
+}
 
 /// Bytes that a stage's process took at its peak, as planned and as measured.
 #[derive(Serialize)]
@@ -222,19 +249,14 @@ struct StagePeak {
 /// Hands events on, and notes where the run is and what its stages took.
 struct Tracked {
     progress: Progress,
-    place: Place,
+    position: SharedPosition,
     memory: Vec<StagePeak>,
     stop: Option<StopAt>,
 }
 
 impl Tracked {
-    /// From now on an interrupt is not heeded, since the run is over.
-    fn end(&self) {
-        self.position().stage = None;
-    }
-
     fn position(&self) -> MutexGuard<'_, Position> {
-        self.place.lock().unwrap_or_else(PoisonError::into_inner)
+        self.position.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -262,8 +284,12 @@ impl Listener for Tracked {
 const LAST_WORD: Duration = Duration::from_millis(500);
 
 /// An interrupt ends the process at once, but for a file that is being written.
-fn stop_on_interrupt(progress: &Progress, kept: bool, exchange: Option<&Exchange>) -> anyhow::Result<Place> {
-    let place = Place::new(Mutex::new(Position { stage: Some("text_encoder".to_owned()), kept }));
+fn stop_on_interrupt(
+    progress: &Progress,
+    kept: bool,
+    exchange: Option<&Exchange>,
+) -> anyhow::Result<SharedPosition> {
+    let place = SharedPosition::new(Mutex::new(Position { stage: Some("text_encoder".to_owned()), kept }));
     let (at, last_word) = (place.clone(), progress.last_word());
     let exchange = exchange.map(|exchange| exchange.path().to_owned());
     on_interrupt(move |signal| {
@@ -282,67 +308,17 @@ fn stop_on_interrupt(progress: &Progress, kept: bool, exchange: Option<&Exchange
     Ok(place)
 }
 
-fn request(arguments: &Arguments, flux2: &Flux2<'_>) -> anyhow::Result<Request> {
-    let form = flux2.form();
-    let [width, height] = arguments.size.asked();
-    let own = form.default_size();
-    let size = form.size(width.unwrap_or(own[0]), height.unwrap_or(own[1]))?;
-    let steps = arguments.num_steps.unwrap_or(form.steps());
-    if !(1..=1000).contains(&steps) {
-        return Err(UsageError(format!("--num-steps {steps}: a picture takes 1 to 1000")).into());
-    }
-    let noise = match &arguments.noise {
-        Some(path) => {
-            let noise = npy::read(path).context("--noise")?;
-            check_finite(&format!("--noise {}", path.display()), None, &noise)?;
-            Noise::Given(noise)
-        }
-        None => Noise::Seed(arguments.seed.unwrap_or_else(random_seed)),
+fn announce(requests: &[Request], progress: &mut Progress) {
+    let (Request { size, steps, .. }, noise) = (&requests[0], noise_in_words(&requests[0]));
+    let pictures = match requests.len() {
+        1 => noise,
+        count => format!("{count} pictures from {noise}"),
     };
-    let request = Request { prompt: arguments.prompt.clone(), size, steps, noise };
-    flux2.check(&request)?;
-    Ok(request)
+    progress.on_event(Event::note(format!("{size}, {steps} steps, {pictures}")));
 }
 
-/// A seed that fits every program that reads it: 32 bits.
-fn random_seed() -> u64 {
-    use std::hash::{BuildHasher, RandomState};
-    RandomState::new().hash_one(std::process::id()) & 0xFFFF_FFFF
-}
-
-/// Refuses before the work what could not be written after it.
-fn check_writable(arguments: &Arguments) -> anyhow::Result<()> {
-    let out = &arguments.out;
-    if out.is_dir() {
-        return Err(UsageError(format!("-o {}: that is a folder; name a .png file", out.display())).into());
-    }
-    if out.extension().is_some_and(|e| !e.eq_ignore_ascii_case("png")) {
-        let message = format!("-o {}: pictures are written as PNG; name a .png file", out.display());
-        return Err(UsageError(message).into());
-    }
-    if out.as_os_str().as_encoded_bytes().ends_with(b"/") || out.file_name().is_none() {
-        return Err(UsageError(format!("-o {}: name a .png file", out.display())).into());
-    }
-    if out.symlink_metadata().is_ok() && !arguments.force {
-        let message = format!("{} exists; choose another -o or pass --force to replace it", out.display());
-        return Err(UsageError(message).into());
-    }
-    // Folders that are missing are made when there is something to put into them.
-    let there = folder_of(out).ancestors().find(|p| p.exists()).unwrap_or(Path::new("."));
-    tempfile::tempfile_in(there).with_context(|| format!("cannot write into {}", there.display()))?;
-    Ok(())
-}
-
-fn folder_of(out: &Path) -> &Path {
-    out.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
-}
-
-fn announce(request: &Request, progress: &mut Progress) {
-    let noise = match &request.noise {
-        Noise::Seed(seed) => format!("seed {seed}"),
-        Noise::Given(_) => "given noise".to_owned(),
-    };
-    progress.on_event(Event::note(format!("{}, {} steps, {noise}", request.size, request.steps)));
+fn noise_in_words(request: &Request) -> String {
+    seed_of(request).map_or("given noise".to_owned(), |seed| format!("seed {seed}"))
 }
 
 fn seed_of(request: &Request) -> Option<u64> {
@@ -352,9 +328,9 @@ fn seed_of(request: &Request) -> Option<u64> {
     }
 }
 
-fn provenance(arguments: &Arguments, request: &Request, bundle: &Bundle) -> Provenance {
+fn provenance(request: &Request, bundle: &Bundle) -> Provenance {
     Provenance {
-        prompt: arguments.prompt.clone(),
+        prompt: request.prompt.clone(),
         seed: seed_of(request),
         steps: request.steps,
         width: request.size.width(),
@@ -365,7 +341,7 @@ fn provenance(arguments: &Arguments, request: &Request, bundle: &Bundle) -> Prov
     }
 }
 
-/// How a picture came about.
+/// How pictures came about.
 struct Made<'a> {
     /// Nodes that each provider ran.
     nodes: &'a BTreeMap<String, usize>,
@@ -373,20 +349,43 @@ struct Made<'a> {
     memory: &'a [StagePeak],
     /// What an earlier attempt had finished.
     resumed_from: Option<String>,
+    kept_loaded: bool,
     seconds: f64,
 }
 
-fn report(arguments: &Arguments, request: &Request, device: &Device, made: &Made<'_>) -> String {
-    let (seed, seconds) = (seed_of(request), made.seconds);
-    if arguments.json {
-        let report = serde_json::json!({
-            "image": arguments.out.to_string_lossy(), "seed": seed, "width": request.size.width(), "height": request.size.height(),
-            "steps": request.steps, "ep": device.provider.to_string(), "adapter": device.name,
-            "nodes": made.nodes, "memory": made.memory, "resumed_from": made.resumed_from, "seconds": seconds,
-        });
-        format!("{report}\n")
-    } else {
-        let seed = seed.map_or("given noise".to_owned(), |seed| format!("seed {seed}"));
-        format!("{}: {}, {seed}, {seconds:.1} s\n", arguments.out.display(), request.size)
+fn report(
+    arguments: &Arguments,
+    requests: &[Request],
+    files: &[PathBuf],
+    device: &Device,
+    made: &Made<'_>,
+) -> String {
+    let pictures = requests.iter().zip(files);
+    let (Request { size, steps, .. }, seconds) = (&requests[0], made.seconds);
+    if !arguments.json {
+        if let [file] = files {
+            return format!("{}: {size}, {}, {seconds:.1} s\n", file.display(), noise_in_words(&requests[0]));
+        }
+        let line = |(request, file): (&Request, &PathBuf)| {
+            format!("{}: {size}, {}\n", file.display(), noise_in_words(request))
+        };
+        return format!(
+            "{}{} pictures, {seconds:.1} s\n",
+            pictures.map(line).collect::<String>(),
+            files.len()
+        );
     }
+    let mut report = serde_json::json!({
+        "width": size.width(), "height": size.height(), "steps": steps, "ep": device.provider.to_string(),
+        "adapter": device.name, "nodes": made.nodes, "memory": made.memory, "resumed_from": made.resumed_from,
+        "kept_loaded": made.kept_loaded, "seconds": seconds,
+    });
+    if let [file] = files {
+        report["image"] = file.to_string_lossy().into();
+        report["seed"] = seed_of(&requests[0]).into();
+    } else {
+        let image = |(request, file): (&Request, &PathBuf)| serde_json::json!({ "image": file.to_string_lossy(), "prompt": request.prompt, "seed": seed_of(request) });
+        report["images"] = pictures.map(image).collect();
+    }
+    format!("{report}\n")
 }

@@ -19,6 +19,7 @@ use crate::{
     runtime::Attention,
 };
 
+pub(crate) use self::table::aligned;
 pub use self::{
     chart::{MAX_STAGES, chart},
     cuts::{DecoderCuts, compare_cuts},

@@ -240,7 +240,8 @@ fn decoder_cuts(compared: &[DecoderCuts]) -> String {
 }
 
 /// Columns side by side; the first is left-aligned, the others are right-aligned.
-fn aligned<const N: usize>(rows: &[[String; N]]) -> String {
+/// Columns side by side, of which the first holds names.
+pub(crate) fn aligned<const N: usize>(rows: &[[String; N]]) -> String {
     columns(rows, |column| column > 0)
 }
 

@@ -34,6 +34,16 @@ impl Runtime {
         name: &str,
         binding: &Binding<'_>,
     ) -> Result<Stage<'_>, RuntimeError> {
+        self.load_stage(bundle, name, binding)
+    }
+
+    /// [`Runtime::open_stage`] whose session does not borrow the runtime.
+    pub(super) fn load_stage(
+        &mut self,
+        bundle: &Bundle,
+        name: &str,
+        binding: &Binding<'_>,
+    ) -> Result<Stage<'static>, RuntimeError> {
         let mut model = bundle.model(name).map_err(|error| match error {
             BundleError::Graph(source) => RuntimeError::Graph { stage: name.to_owned(), source },
             other => other.into(),

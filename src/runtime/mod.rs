@@ -1,7 +1,7 @@
 //! ONNX Runtime: the only module that names the `ort` crate.
 //!
 //! [`Runtime::start`] loads the libraries and chooses a provider, [`Runtime::open`] makes one session, a [`Stage`].
-//! A stage borrows its runtime, so that a second one cannot live beside it.
+//! A stage borrows its runtime, so that a second one cannot live beside it; [`KeptSessions`] is the one exception.
 
 mod assignment;
 mod bundle;
@@ -12,6 +12,7 @@ mod executor;
 mod exit;
 mod lower;
 pub mod memory;
+mod memory_meter;
 mod peak;
 mod quiet;
 mod resolve;
@@ -19,6 +20,7 @@ mod settings;
 mod stage;
 mod tuned;
 mod vulkan;
+mod warm;
 mod watchdog;
 mod worker;
 
@@ -28,9 +30,11 @@ pub use error::RuntimeError;
 pub use executor::{Executor, Session};
 pub use exit::{exit, make_file_limits_errors};
 pub use lower::{Attention, LowerError, Lowered, lower};
+pub use memory_meter::{MemoryMeter, MemoryPeaks};
 pub use settings::Settings;
 pub use stage::{Stage, StageModel, TensorInfo};
 pub use tuned::{KeepError, MeasuredOn, keep_tuning};
 pub use vulkan::{Adapter, adapters};
+pub use warm::KeptSessions;
 pub use watchdog::{Guard, StagePeak, Stopped, Watchdog, volunteer_for_oom_killer};
 pub use worker::{Workers, serve};

@@ -22,14 +22,14 @@ impl Runtime {
         self.open_model_with(name, model, pending_dispatches, CpuNodes::Refused)
     }
 
-    /// [`Runtime::open_model`] that may leave nodes to the CPU.
+    /// [`Runtime::open_model`] that may leave nodes to the CPU. The session does not borrow the runtime.
     pub(super) fn open_model_with(
         &mut self,
         name: &str,
         mut model: Model,
         pending_dispatches: u32,
         cpu_nodes: CpuNodes,
-    ) -> Result<Stage<'_>, RuntimeError> {
+    ) -> Result<Stage<'static>, RuntimeError> {
         let failed = |reason: String| RuntimeError::Open { stage: name.to_owned(), reason };
         resolve_links(&mut model).map_err(|e| failed(e.to_string()))?;
         let unwritable = |e| RuntimeError::Write { stage: name.to_owned(), source: Box::new(e) };

@@ -4,6 +4,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     ffi::CString,
     fmt::{Debug, Display},
+    marker::PhantomData,
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
     time::{Duration, Instant},
@@ -23,7 +24,7 @@ use ort::{
 };
 use viaduct_export::onnx::{DType, Dim};
 
-use super::{Device, Provider, Runtime, RuntimeError, assignment, env, quiet::quietly};
+use super::{Provider, Runtime, RuntimeError, assignment, env, quiet::quietly};
 use crate::tensor::{HostTensor, Values, as_bytes};
 
 /// A model to open.
@@ -55,7 +56,8 @@ pub struct TensorInfo {
     pub shape: Vec<Dim>,
 }
 
-/// A live session. It borrows the [`Runtime`], so that there is one at a time; dropping it returns its memory.
+/// A live session. It borrows the [`Runtime`], so that there is one at a time; dropping it returns its memory. Who keeps
+/// several has `Stage<'static>`, which only this module's siblings can make: see [`super::KeptSessions`].
 ///
 /// ```compile_fail,E0499
 /// # use viaduct::runtime::{Runtime, RuntimeError, StageModel};
@@ -68,7 +70,6 @@ pub struct TensorInfo {
 /// ```
 pub struct Stage<'r> {
     name: String,
-    device: &'r Device,
     /// Holds the device's copies of inputs. Declared before the session, so that they are released first: a device
     /// tensor that outlives its session aborts the process when it is touched.
     binding: IoBinding,
@@ -82,6 +83,7 @@ pub struct Stage<'r> {
     bound: BTreeMap<String, Vec<usize>>,
     nodes: BTreeMap<String, usize>,
     load_time: Duration,
+    runtime: PhantomData<&'r mut Runtime>,
 }
 
 impl Runtime {
@@ -90,12 +92,13 @@ impl Runtime {
         self.open_with(model, CpuNodes::Refused)
     }
 
-    /// [`Runtime::open`] that may leave nodes to the CPU.
+    /// [`Runtime::open`] that may leave nodes to the CPU. The session does not borrow the runtime, so that the caller
+    /// decides how many there are.
     pub(super) fn open_with(
         &mut self,
         model: StageModel<'_>,
         cpu_nodes: CpuNodes,
-    ) -> Result<Stage<'_>, RuntimeError> {
+    ) -> Result<Stage<'static>, RuntimeError> {
         let start = Instant::now();
         let stage = model.name;
         let session = self.session(&model).map_err(|reason| self.open_error(stage, reason))?;
@@ -112,7 +115,6 @@ impl Runtime {
             |outlets: &[Outlet]| outlets.iter().map(|o| describe(stage, o)).collect::<Result<Vec<_>, _>>();
         Ok(Stage {
             name: stage.to_owned(),
-            device: &self.device,
             binding: session.create_binding().map_err(failed)?,
             host: MemoryInfo::new(AllocationDevice::CPU, 0, AllocatorType::Device, MemoryType::CPUOutput)
                 .map_err(failed)?,
@@ -123,6 +125,7 @@ impl Runtime {
             bound: BTreeMap::new(),
             nodes: assignment.nodes,
             load_time: start.elapsed(),
+            runtime: PhantomData,
         })
     }
 
@@ -176,10 +179,6 @@ impl Stage<'_> {
         &self.name
     }
 
-    pub fn device(&self) -> &Device {
-        self.device
-    }
-
     pub fn inputs(&self) -> &[TensorInfo] {
         &self.inputs
     }
@@ -205,6 +204,14 @@ impl Stage<'_> {
         self.upload(name, tensor)?;
         self.bound.insert(name.to_owned(), tensor.shape.clone());
         Ok(())
+    }
+
+    /// Gives back what is bound: inputs, and the outputs of the last run.
+    pub(super) fn unbind(&mut self) {
+        self.binding.clear_inputs();
+        self.binding.clear_outputs();
+        self.bound.clear();
+        self.pinned.clear();
     }
 
     /// Runs the graph once and reads the named outputs back, in that order. Every input must be bound or given.

@@ -5,7 +5,7 @@ use std::{
     ffi::{CStr, c_char},
 };
 
-use ash::{Entry, Instance, vk};
+use ash::{Entry, Instance, ext, vk};
 use serde::{Deserialize, Serialize};
 use viaduct_export::{
     device::{DAWN_STORAGE_BUFFERS, DeviceProfile, NVIDIA_BINDING, Provider},
@@ -63,23 +63,82 @@ impl Adapter {
 
 /// The adapters of this machine in the order in which the loader lists them, or why there are none.
 pub fn adapters() -> Result<Vec<Adapter>, String> {
-    // SAFETY: loading the Vulkan loader runs its initialisers, which is what every Vulkan program does.
-    let entry =
-        unsafe { Entry::load() }.map_err(|e| format!("the Vulkan loader could not be loaded ({e})"))?;
-    let app = vk::ApplicationInfo::default().application_name(c"viaduct").api_version(vk::API_VERSION_1_1);
-    let info = vk::InstanceCreateInfo::default().application_info(&app);
-    // SAFETY: the create info and what it points to live until the call returns.
-    let instance = unsafe { entry.create_instance(&info, None) }
-        .map_err(|e| format!("the Vulkan loader found no usable driver ({e})"))?;
-    // SAFETY: the instance is live, and destroyed once, after its last use.
+    let Loaded { instance, .. } = &Loaded::new()?;
+    // SAFETY: the instance is live.
     let found = unsafe { instance.enumerate_physical_devices() }.map(|devices| {
-        devices.into_iter().map(|device| unsafe { describe(&instance, device) }).collect::<Vec<_>>()
+        devices.into_iter().map(|device| unsafe { describe(instance, device) }).collect::<Vec<_>>()
     });
-    unsafe { instance.destroy_instance(None) };
     match found {
         Ok(list) if list.is_empty() => Err("no Vulkan driver lists a device".to_owned()),
         Ok(list) => Ok(list),
         Err(e) => Err(format!("Vulkan could not list its devices ({e})")),
+    }
+}
+
+/// A Vulkan instance and the library that it comes from.
+struct Loaded {
+    instance: Instance,
+    _entry: Entry,
+}
+
+impl Loaded {
+    fn new() -> Result<Loaded, String> {
+        // SAFETY: loading the Vulkan loader runs its initialisers, which is what every Vulkan program does.
+        let entry =
+            unsafe { Entry::load() }.map_err(|e| format!("the Vulkan loader could not be loaded ({e})"))?;
+        let app =
+            vk::ApplicationInfo::default().application_name(c"viaduct").api_version(vk::API_VERSION_1_1);
+        let info = vk::InstanceCreateInfo::default().application_info(&app);
+        // SAFETY: the create info and what it points to live until the call returns.
+        let instance = unsafe { entry.create_instance(&info, None) }
+            .map_err(|e| format!("the Vulkan loader found no usable driver ({e})"))?;
+        Ok(Loaded { instance, _entry: entry })
+    }
+}
+
+impl Drop for Loaded {
+    fn drop(&mut self) {
+        // SAFETY: the instance is live, destroyed once, and not used after this.
+        unsafe { self.instance.destroy_instance(None) };
+    }
+}
+
+/// What this process holds of an adapter's own memory, as the driver tells (VK_EXT_memory_budget).
+pub(super) struct HeapUsage {
+    vulkan: Loaded,
+    device: vk::PhysicalDevice,
+}
+
+impl HeapUsage {
+    /// None where the driver does not tell.
+    pub fn open(vendor_id: u32, device_id: u32) -> Option<HeapUsage> {
+        let vulkan = Loaded::new().ok()?;
+        let instance = &vulkan.instance;
+        // SAFETY: the instance is live, and the devices are its own.
+        let device = unsafe {
+            let tells = |device: &vk::PhysicalDevice| {
+                let properties = instance.get_physical_device_properties(*device);
+                let own = (properties.vendor_id, properties.device_id) == (vendor_id, device_id);
+                let extensions = instance.enumerate_device_extension_properties(*device).unwrap_or_default();
+                let is_budget =
+                    |name: &[c_char]| text(name).as_bytes() == ext::memory_budget::NAME.to_bytes();
+                own && extensions.iter().any(|extension| is_budget(&extension.extension_name))
+            };
+            instance.enumerate_physical_devices().ok()?.into_iter().find(tells)?
+        };
+        Some(HeapUsage { vulkan, device })
+    }
+
+    /// Bytes of all heaps that are local to the device.
+    pub fn read(&self) -> u64 {
+        let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
+        let mut memory = vk::PhysicalDeviceMemoryProperties2::default().push_next(&mut budget);
+        // SAFETY: the instance is live, the device is its own and knows the chained structure, which is live, too.
+        unsafe { self.vulkan.instance.get_physical_device_memory_properties2(self.device, &mut memory) };
+        let memory = memory.memory_properties;
+        let heaps = memory.memory_heaps.iter().zip(budget.heap_usage).take(memory.memory_heap_count as usize);
+        let local = heaps.filter(|(heap, _)| heap.flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL));
+        local.map(|(_, usage)| usage).fold(0, u64::saturating_add)
     }
 }
 
@@ -139,4 +198,19 @@ unsafe fn describe(instance: &Instance, device: vk::PhysicalDevice) -> Adapter {
 fn text(chars: &[c_char]) -> String {
     let bytes: Vec<u8> = chars.iter().map(|c| *c as u8).collect();
     CStr::from_bytes_until_nul(&bytes).map_or(Cow::Borrowed(""), CStr::to_string_lossy).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn webgpu_adapters_tell_what_is_taken_or_nothing() {
+        for adapter in adapters().unwrap_or_default() {
+            let usage = HeapUsage::open(adapter.vendor_id, adapter.device_id).map(|usage| usage.read());
+            println!("{}: {usage:?} of {} bytes", adapter.name, adapter.local_memory);
+            assert!(usage.unwrap_or(0) <= adapter.local_memory, "{usage:?}");
+        }
+        assert!(HeapUsage::open(0, 0).is_none());
+    }
 }

@@ -20,7 +20,8 @@ const LAYERS: usize = 3;
 const PARTS: [u64; 4] = [8, 4, 2, 1];
 /// Smaller score tensors save little memory and take many dispatches.
 const LEAST_SCORES: u64 = 8 << 20;
-const DISPATCHES: [u32; 3] = [PENDING_DISPATCHES, 16, 64];
+/// Dispatches per submission that are tried, the fewest first.
+pub const DISPATCHES: [u32; 3] = [PENDING_DISPATCHES, 16, 64];
 
 /// One form over one length.
 #[derive(Clone, Debug, Serialize)]

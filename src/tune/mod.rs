@@ -10,7 +10,7 @@ use serde::Serialize;
 use viaduct_export::tuning::{TunedAttention, Tuning};
 
 pub use self::{
-    attention::AttentionTime,
+    attention::{AttentionTime, DISPATCHES},
     linear::{LinearRate, ceiling},
     selftest::{SelfTest, all as self_tests},
 };

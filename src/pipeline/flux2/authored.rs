@@ -3,7 +3,7 @@
 
 use viaduct_export::{arch::flux2::parameters::Parameters, shapes::Sizes};
 
-use super::{Conditions, Flux2, Flux2Error, Graphs, Inputs, id_tensor, misshapen, shaped};
+use super::{Conditions, Flux2, Flux2Error, Graphs, Inputs, TEXT_ENCODER, id_tensor, misshapen, shaped};
 use crate::{
     pipeline::{
         embedding::gather_rows,
@@ -28,21 +28,25 @@ impl Graphs for Authored {
     fn encode(
         &self,
         flux2: &Flux2<'_>,
-        prompt: &EncodedPrompt,
+        prompts: &[EncodedPrompt],
         run: &mut Run<'_>,
-    ) -> Result<HostTensor, Flux2Error> {
+    ) -> Result<Vec<HostTensor>, Flux2Error> {
         let text = &self.0.text;
         let path = flux2.bundle.path(&text.embedding.file)?;
-        let embeds = gather_rows(&path, &text.embedding, &prompt.ids)?;
         let pad_keys = if text.mask_padding { PadKeys::Hidden } else { PadKeys::Visible };
-        let Values::I64(mask) = &prompt.mask.values else {
-            unreachable!("the prompt encoder makes an i64 mask")
-        };
-        let mask = text_mask(mask, pad_keys);
         let (cos, sin) = rope_tables_1d(text.length, text.head_dim, text.rope_theta)?;
-        let mut stage = flux2.stage("text_encoder", &Sizes::new(), run.executor, run.plan, &mut run.watch)?;
-        let inputs = [("inputs_embeds", &embeds), ("mask", &mask), ("rope_cos", &cos), ("rope_sin", &sin)];
-        let embeds = stage.run(&inputs, &["prompt_embeds"])?.remove(0);
+        let mut stage = flux2.stage(TEXT_ENCODER, &Sizes::new(), run.executor, run.plan, &mut run.watch)?;
+        let mut encode = |prompt: &EncodedPrompt| {
+            let embeds = gather_rows(&path, &text.embedding, &prompt.ids)?;
+            let Values::I64(mask) = &prompt.mask.values else {
+                unreachable!("the prompt encoder makes an i64 mask")
+            };
+            let mask = text_mask(mask, pad_keys);
+            let inputs =
+                [("inputs_embeds", &embeds), ("mask", &mask), ("rope_cos", &cos), ("rope_sin", &sin)];
+            Ok(stage.run(&inputs, &["prompt_embeds"])?.remove(0))
+        };
+        let embeds = prompts.iter().map(&mut encode).collect::<Result<_, Flux2Error>>()?;
         stage.close(run.plan, &mut run.watch)?;
         Ok(embeds)
     }

@@ -2,7 +2,7 @@
 
 use viaduct_export::{arch::flux2::imported::Imported as Parameters, shapes::Sizes};
 
-use super::{Conditions, Flux2, Flux2Error, Graphs, id_tensor};
+use super::{Conditions, Flux2, Flux2Error, Graphs, TEXT_ENCODER, id_tensor};
 use crate::{
     pipeline::{
         position::{TextIds, image_ids, text_ids},
@@ -21,15 +21,19 @@ impl Graphs for Imported {
     fn encode(
         &self,
         flux2: &Flux2<'_>,
-        prompt: &EncodedPrompt,
+        prompts: &[EncodedPrompt],
         run: &mut Run<'_>,
-    ) -> Result<HostTensor, Flux2Error> {
+    ) -> Result<Vec<HostTensor>, Flux2Error> {
         let sizes = Sizes::from([("text_seq".to_owned(), self.0.text.length)]);
-        let mut stage = flux2.stage("text_encoder", &sizes, run.executor, run.plan, &mut run.watch)?;
-        let inputs = [("input_ids", &prompt.ids), ("attention_mask", &prompt.mask)];
-        let embeds = stage.run(&inputs, &["prompt_embeds"])?.remove(0);
+        let mut stage = flux2.stage(TEXT_ENCODER, &sizes, run.executor, run.plan, &mut run.watch)?;
+        let mut encode = |prompt: &EncodedPrompt| {
+            let inputs = [("input_ids", &prompt.ids), ("attention_mask", &prompt.mask)];
+            let embeds = stage.run(&inputs, &["prompt_embeds"])?.remove(0);
+            Ok(self.limited(embeds, &prompt.mask))
+        };
+        let embeds = prompts.iter().map(&mut encode).collect::<Result<_, Flux2Error>>()?;
         stage.close(run.plan, &mut run.watch)?;
-        Ok(self.limited(embeds, &prompt.mask))
+        Ok(embeds)
     }
 
     fn conditions(

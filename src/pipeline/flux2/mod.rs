@@ -8,7 +8,7 @@ mod decoder;
 mod imported;
 mod opened;
 
-use std::{collections::BTreeMap, path::PathBuf, time::Instant};
+use std::{collections::BTreeMap, path::PathBuf, slice, time::Instant};
 
 use viaduct_export::{
     arch::flux2::form::Form,
@@ -25,6 +25,7 @@ use super::{
     position::{PositionError, PositionId},
     prompt::{EncodedPrompt, PromptEncoder, PromptError},
     run::{Run, Watch},
+    run_folder::RunFolder,
     schedule::{Schedule, ScheduleError},
     size::Size,
 };
@@ -34,6 +35,9 @@ use crate::{
     tensor::HostTensor,
 };
 
+/// Stages that bundles of both forms have.
+pub const TEXT_ENCODER: &str = "text_encoder";
+pub const TRANSFORMER: &str = "transformer";
 /// The family whose bundles this pipeline runs.
 const FAMILY: &str = "flux2";
 
@@ -78,6 +82,7 @@ pub struct Request {
 }
 
 /// The initial latents.
+#[derive(Clone)]
 pub enum Noise {
     /// As `torch.Generator("cpu").manual_seed(seed)` draws them.
     Seed(u64),
@@ -96,15 +101,26 @@ struct Conditions {
     steps: Vec<Inputs>,
 }
 
+/// A picture that the transformer works on.
+struct Sampling {
+    /// The encoded prompt.
+    embeds: HostTensor,
+    /// After how many steps the latents are.
+    done: usize,
+    /// [1, tokens, channels].
+    latents: HostTensor,
+}
+
 /// How graphs of one form are fed. All else of a picture is the same for both.
 trait Graphs {
-    /// Runs the text encoder: [1, text length, width], rows of padding included, because the transformer attends to them.
+    /// Runs the text encoder on each prompt, in one session: [1, text length, width], rows of padding included, because the
+    /// transformer attends to them.
     fn encode(
         &self,
         flux2: &Flux2<'_>,
-        prompt: &EncodedPrompt,
+        prompts: &[EncodedPrompt],
         run: &mut Run<'_>,
-    ) -> Result<HostTensor, Flux2Error>;
+    ) -> Result<Vec<HostTensor>, Flux2Error>;
 
     /// Everything that the transformer takes besides the latents and the encoded prompt.
     fn conditions(
@@ -175,6 +191,45 @@ impl<'a> Flux2<'a> {
         self.decode(decoding, request.size, run)
     }
 
+    /// Draws several pictures with fewer sessions than one after the other takes: all prompts are encoded before the
+    /// transformer opens, and all latents decoded after it has closed. Neighbours of the same prompt, and those of the
+    /// same size and steps, share what they can. The decoder draws picture by picture, because what passes between its
+    /// stages is large. `drawn` gets each picture's index and its tensor as [`Flux2::draw`] returns it. Nothing is kept
+    /// on disk.
+    pub fn draw_batch<E: From<Flux2Error>>(
+        &self,
+        requests: &[Request],
+        run: &mut Run<'_>,
+        drawn: &mut dyn FnMut(usize, HostTensor) -> Result<(), E>,
+    ) -> Result<(), E> {
+        requests.iter().try_for_each(|request| self.check(request))?;
+        run.folder = RunFolder::none();
+        let mut latents = self.sample_batch(requests, run)?.into_iter();
+        for (index, (request, latents)) in requests.iter().zip(&mut latents).enumerate() {
+            let decoding = self.decode_middle(&latents, request.size, run)?;
+            // Let go of before the next is decoded.
+            drop(latents);
+            drawn(index, self.decode(decoding, request.size, run)?)?;
+        }
+        Ok(())
+    }
+
+    /// The final latents of all pictures.
+    fn sample_batch(&self, requests: &[Request], run: &mut Run<'_>) -> Result<Vec<HostTensor>, Flux2Error> {
+        let same_prompt: Vec<_> = requests.chunk_by(|a, b| a.prompt == b.prompt).collect();
+        let prompts = same_prompt.iter().map(|requests| self.tokenize(&requests[0].prompt, run));
+        let prompts = prompts.collect::<Result<Vec<_>, _>>()?;
+        let encoded = self.encode(&prompts, run)?.into_iter().zip(same_prompt);
+        let mut embeds = encoded.flat_map(|(embeds, requests)| vec![embeds; requests.len()]);
+        let mut latents = Vec::with_capacity(requests.len());
+        for alike in requests.chunk_by(|a, b| (a.size, a.steps) == (b.size, b.steps)) {
+            let begin = |(request, embeds)| self.begin(request, embeds, run);
+            let begun = alike.iter().zip(&mut embeds).map(begin).collect::<Result<Vec<_>, _>>()?;
+            latents.extend(self.denoise(alike[0].size, alike[0].steps, begun, run)?);
+        }
+        Ok(latents)
+    }
+
     /// The final latents [1, tokens, channels].
     fn sample(
         &self,
@@ -186,20 +241,23 @@ impl<'a> Flux2<'a> {
             Some((done, latents)) if done == request.steps => return Ok(latents),
             begun => begun,
         };
-        let embeds = self.encode(prompt, run)?;
-        let schedule = Schedule::flux2(request.size.tokens(), request.steps)?;
-        let sigmas = HostTensor::f32(&[request.steps + 1], schedule.sigmas().to_vec());
-        run.watch.boundary("sigmas", sigmas);
-        let mut conditions = self.graphs.conditions(self, request.size, &schedule, run)?;
-        conditions.constant.push(("prompt_embeds", embeds));
-        let (done, latents) = match begun {
-            Some(begun) => begun,
-            None => {
-                let noise = run.watch.boundary("noise_nchw", self.noise(request));
-                (0, pack_latents(&noise)?)
-            }
+        let embeds = self.encode(slice::from_ref(prompt), run)?.remove(0);
+        let picture = match begun {
+            Some((done, latents)) => Sampling { embeds, done, latents },
+            None => self.begin(request, embeds, run)?,
         };
-        self.denoise(request.size, &schedule, &conditions, (done, latents), run)
+        Ok(self.denoise(request.size, request.steps, vec![picture], run)?.remove(0))
+    }
+
+    /// The picture before its first step.
+    fn begin(
+        &self,
+        request: &Request,
+        embeds: HostTensor,
+        run: &mut Run<'_>,
+    ) -> Result<Sampling, Flux2Error> {
+        let noise = run.watch.boundary("noise_nchw", self.noise(request));
+        Ok(Sampling { embeds, done: 0, latents: pack_latents(&noise)? })
     }
 
     /// The latents after the last step that an earlier attempt finished, and how many steps that are.
@@ -230,58 +288,45 @@ impl<'a> Flux2<'a> {
         Ok(encoded)
     }
 
-    /// [1, text length, joint width]; rows of padding included, because the transformer attends to them.
-    fn encode(&self, prompt: &EncodedPrompt, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
+    /// Each is [1, text length, joint width]; rows of padding included, because the transformer attends to them.
+    fn encode(&self, prompts: &[EncodedPrompt], run: &mut Run<'_>) -> Result<Vec<HostTensor>, Flux2Error> {
         if let Some(embeds) = run.kept("prompt_embeds") {
-            run.resume("text_encoder".to_owned());
-            return Ok(embeds);
+            run.resume(TEXT_ENCODER.to_owned());
+            return Ok(vec![embeds]);
         }
-        let embeds = self.graphs.encode(self, prompt, run)?;
-        check_finite("text_encoder", None, &embeds)?;
-        run.keep(&[("prompt_embeds", &embeds)], &[]);
-        Ok(run.watch.boundary("prompt_embeds", embeds))
+        let mut all = self.graphs.encode(self, prompts, run)?;
+        for embeds in &mut all {
+            check_finite(TEXT_ENCODER, None, embeds)?;
+            run.keep(&[("prompt_embeds", embeds)], &[]);
+            *embeds = run.watch.boundary("prompt_embeds", embeds.clone());
+        }
+        Ok(all)
     }
 
-    /// Goes on with the latents after so many steps.
+    /// The remaining steps of all pictures, in one session.
     fn denoise(
         &self,
         size: Size,
-        schedule: &Schedule,
-        conditions: &Conditions,
-        (done, mut latents): (usize, HostTensor),
+        steps: usize,
+        pictures: Vec<Sampling>,
         run: &mut Run<'_>,
-    ) -> Result<HostTensor, Flux2Error> {
-        let sizes = self.sizes(size, schedule.steps(), run.plan);
-        let mut stage = self.stage("transformer", &sizes, run.executor, run.plan, &mut run.watch)?;
-        let exposed = stage.exposed();
+    ) -> Result<Vec<HostTensor>, Flux2Error> {
+        let schedule = Schedule::flux2(size.tokens(), steps)?;
+        run.watch.boundary("sigmas", HostTensor::f32(&[steps + 1], schedule.sigmas().to_vec()));
+        let conditions = self.graphs.conditions(self, size, &schedule, run)?;
+        let sizes = self.sizes(size, steps, run.plan);
+        let (executor, folder) = (&mut *run.executor, &mut run.folder);
+        let mut stage = self.stage(TRANSFORMER, &sizes, executor, run.plan, &mut run.watch)?;
         for (name, tensor) in &conditions.constant {
             stage.bind(name, tensor)?;
         }
-        let count = schedule.steps();
-        for step in done..count {
-            let started = Instant::now();
-            let mut inputs = vec![("latents", &latents)];
-            inputs.extend(conditions.steps[step].iter().map(|(name, tensor)| (*name, tensor)));
-            let wanted = if step == 0 { &exposed[..] } else { &[] };
-            let velocity = stage.run_and_probe(&inputs, "pred", wanted, &mut run.watch)?.widened();
-            check_finite("transformer", Some(step), &velocity)?;
-            let velocity = run.watch.boundary(&format!("pred_step{step}"), velocity);
-            schedule.euler_step(step, &mut latents, &velocity)?;
-            latents = run.watch.boundary(&latents_after(step), latents);
-            let seconds = started.elapsed().as_secs_f64();
-            run.watch.listener.on_event(Event::Step { index: step + 1, count, seconds });
-            if step + 1 < count {
-                check_finite("transformer", Some(step), &latents)?;
-                run.folder.keep(
-                    &[(latents_after(step).as_str(), &latents)],
-                    &["prompt_embeds"],
-                    run.watch.listener,
-                );
-            }
-        }
+        let step = |picture| denoise_one(picture, &schedule, &conditions, &mut stage, &mut run.watch, folder);
+        let latents = pictures.into_iter().map(step).collect::<Result<Vec<_>, _>>()?;
         stage.close(run.plan, &mut run.watch)?;
-        check_varied("transformer", Some(count - 1), &latents)?;
-        run.keep(&[(latents_after(count - 1).as_str(), &latents)], &[]);
+        for latents in &latents {
+            check_varied(TRANSFORMER, Some(steps - 1), latents)?;
+            run.keep(&[(latents_after(steps - 1).as_str(), latents)], &[]);
+        }
         Ok(latents)
     }
 
@@ -345,6 +390,38 @@ impl<'a> Flux2<'a> {
             watch.listener.on_event(Event::warning(message));
         }
     }
+}
+
+/// The remaining steps of one picture in the transformer's open session.
+fn denoise_one(
+    picture: Sampling,
+    schedule: &Schedule,
+    conditions: &Conditions,
+    stage: &mut Opened<'_>,
+    watch: &mut Watch<'_>,
+    folder: &mut RunFolder,
+) -> Result<HostTensor, Flux2Error> {
+    let Sampling { embeds, done, mut latents } = picture;
+    stage.bind("prompt_embeds", &embeds)?;
+    let (exposed, count) = (stage.exposed(), schedule.steps());
+    for step in done..count {
+        let started = Instant::now();
+        let mut inputs = vec![("latents", &latents)];
+        inputs.extend(conditions.steps[step].iter().map(|(name, tensor)| (*name, tensor)));
+        let wanted = if step == 0 { &exposed[..] } else { &[] };
+        let velocity = stage.run_and_probe(&inputs, "pred", wanted, watch)?.widened();
+        check_finite(TRANSFORMER, Some(step), &velocity)?;
+        let velocity = watch.boundary(&format!("pred_step{step}"), velocity);
+        schedule.euler_step(step, &mut latents, &velocity)?;
+        latents = watch.boundary(&latents_after(step), latents);
+        let seconds = started.elapsed().as_secs_f64();
+        watch.listener.on_event(Event::Step { index: step + 1, count, seconds });
+        if step + 1 < count {
+            check_finite(TRANSFORMER, Some(step), &latents)?;
+            folder.keep(&[(latents_after(step).as_str(), &latents)], &["prompt_embeds"], watch.listener);
+        }
+    }
+    Ok(latents)
 }
 
 /// The reference's name of the latents after a step, counted from 0.

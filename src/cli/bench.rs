@@ -1,0 +1,136 @@
+//! `viaduct bench`
+
+use std::path::PathBuf;
+
+use clap::Args;
+use viaduct_export::{arch::SizesRequest, bundle::Bundle};
+
+use super::{
+    DeviceArguments, ProgressArguments, memory::MemoryArguments, printer::print, progress::Progress,
+};
+use crate::{
+    bench::{Environment, Measured, Report, Subject, sweep_table, table},
+    pipeline::{flux2::Flux2, size::TypedSize},
+    runtime::{Executor, KeptSessions, Runtime},
+    tune::ceiling,
+};
+
+/// Measure how fast a bundle draws on this machine, and how much memory that takes.
+///
+/// For each size one picture is drawn cold, which loads every stage and compiles its shaders where the driver has not kept
+/// them, and then several warm. Sessions stay loaded if they fit the budget beside each other, else each is opened again for every
+/// picture and its loading is counted apart. Everything runs in this process.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Arguments {
+    /// Bundle folder, as made by `viaduct export`
+    bundle: PathBuf,
+    /// Sizes of the pictures; the model's own size by default
+    #[arg(long, value_name = "WxH,...", value_delimiter = ',')]
+    size: Vec<TypedSize>,
+    /// Sampling steps; the recipe's number by default
+    #[arg(long, visible_alias = "num-steps", value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000))]
+    steps: Option<u16>,
+    /// Warm pictures of each size, of which medians are reported
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=1000))]
+    runs: u16,
+    /// Instead: time a step under every form of attention and number of dispatches per submission, to see whether what
+    /// `viaduct doctor --tune` chose is the best
+    #[arg(long)]
+    sweep: bool,
+    /// Print everything as one JSON object
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    memory: MemoryArguments,
+    #[command(flatten)]
+    device: DeviceArguments,
+    #[command(flatten)]
+    pub progress: ProgressArguments,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  viaduct bench klein-q8 --size 512x512,1024x1024
+  viaduct bench klein-q4 --size 1024x1024 --budget 4GiB --json";
+
+pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    arguments.device.check()?;
+    let bundle = Bundle::open(&arguments.bundle)?;
+    let flux2 = Flux2::open(&bundle)?;
+    let pictures = pictures(arguments, &flux2)?;
+    let mut progress = Progress::new(arguments.progress.progress);
+    let mut runtime = arguments.device.start(&mut progress)?;
+    if arguments.sweep {
+        return sweep(
+            arguments,
+            &Subject { bundle: &bundle, flux2: &flux2 },
+            pictures,
+            &mut runtime,
+            progress,
+        );
+    }
+    // All at first, so that a size that does not fit is refused before the work.
+    let planned = |measured: &Measured| {
+        let (width, height) = (measured.size.width(), measured.size.height());
+        let picture = SizesRequest { width, height, steps: measured.steps, halvings: 0 };
+        arguments.memory.plan(&bundle, &picture, runtime.device(), false, true, &mut progress)
+    };
+    let plans = pictures.iter().map(planned).collect::<anyhow::Result<Vec<_>>>()?;
+    let environment = Environment::of(runtime.device());
+    let ceiling_tflops = ceiling(&mut runtime)? / 1e12;
+    let mut sessions = KeptSessions::new(runtime);
+    let mut sizes = Vec::with_capacity(pictures.len());
+    let subject = Subject { bundle: &bundle, flux2: &flux2 };
+    for (measured, plan) in pictures.into_iter().zip(&plans) {
+        let alone = sessions.runtime();
+        let executor: &mut dyn Executor = if plan.may_stay_loaded { &mut sessions } else { alone };
+        sizes.push(subject.measure(measured, executor, plan, &mut progress)?);
+    }
+    drop(progress);
+    let name = format!("{} {}", bundle.manifest.name, bundle.manifest.profile);
+    let report = Report { bundle: name, environment, ceiling_tflops, sizes };
+    print(&match arguments.json {
+        true => format!("{}\n", serde_json::to_string(&report)?),
+        false => table(&report),
+    })
+}
+
+fn sweep(
+    arguments: &Arguments,
+    subject: &Subject<'_>,
+    pictures: Vec<Measured>,
+    runtime: &mut Runtime,
+    mut progress: Progress,
+) -> anyhow::Result<()> {
+    let mut sweeps = Vec::with_capacity(pictures.len());
+    for measured in pictures {
+        let (width, height) = (measured.size.width(), measured.size.height());
+        let picture = SizesRequest { width, height, steps: measured.steps, halvings: 0 };
+        let mut plan = |runtime: &Runtime| {
+            let quiet = &mut |_| ();
+            arguments.memory.plan(subject.bundle, &picture, runtime.device(), false, true, quiet)
+        };
+        sweeps.push(subject.sweep(measured, runtime, &mut plan, &mut progress)?);
+    }
+    drop(progress);
+    print(&match arguments.json {
+        true => format!("{}\n", serde_json::to_string(&sweeps)?),
+        false => sweeps.iter().map(sweep_table).collect(),
+    })
+}
+
+fn pictures(arguments: &Arguments, flux2: &Flux2<'_>) -> anyhow::Result<Vec<Measured>> {
+    let form = flux2.form();
+    let [width, height] = form.default_size();
+    let sizes = match arguments.size.as_slice() {
+        [] => vec![TypedSize(width, height)],
+        asked => asked.to_vec(),
+    };
+    let steps = arguments.steps.map_or(form.steps(), usize::from);
+    let measured = |TypedSize(width, height)| {
+        let size = form.size(width, height)?;
+        Ok(Measured { size, steps, runs: usize::from(arguments.runs) })
+    };
+    sizes.into_iter().map(measured).collect()
+}

@@ -1,0 +1,78 @@
+//! Where a command's stages run, and how they are set.
+
+use viaduct_export::{arch::SizesRequest, bundle::Bundle};
+
+use super::Arguments;
+use crate::{
+    cli::{progress::Progress, runs::Exchange},
+    pipeline::{
+        event::{Event, Listener},
+        runs::Runs,
+    },
+    plan::Plan,
+    runtime::{Executor, KeptSessions},
+};
+
+/// An executor and the plan for its device.
+pub struct Place {
+    pub executor: Box<dyn Executor>,
+    pub plan: Plan,
+    /// Where tensors pass between this process and its workers; none without workers.
+    pub exchange: Option<Exchange>,
+    /// Whether sessions stay loaded.
+    pub kept: bool,
+}
+
+impl Place {
+    /// Starts what the command asks for. Sessions that cannot stay loaded are opened one at a time instead, which is said.
+    pub fn start(
+        arguments: &Arguments,
+        bundle: &Bundle,
+        picture: &SizesRequest,
+        runs: Option<&Runs>,
+        progress: &mut Progress,
+    ) -> anyhow::Result<Place> {
+        let Arguments { device, memory, force, .. } = arguments;
+        if arguments.keep_loaded
+            && let Some(place) = Place::kept(arguments, bundle, picture, progress)?
+        {
+            return Ok(place);
+        }
+        let exchange = match arguments.in_process {
+            true => None,
+            false => Some(Exchange::create(runs)?),
+        };
+        let executor: Box<dyn Executor> = match &exchange {
+            None => Box::new(device.start(progress)?),
+            Some(exchange) => {
+                let watchdog = memory.watchdog(progress);
+                Box::new(device.start_workers(exchange.path(), watchdog, progress)?)
+            }
+        };
+        let in_process = arguments.in_process;
+        let plan = memory.plan(bundle, picture, executor.device(), *force, in_process, progress)?;
+        Ok(Place { executor, plan, exchange, kept: false })
+    }
+
+    /// All sessions in this process; none if they do not fit beside each other.
+    fn kept(
+        arguments: &Arguments,
+        bundle: &Bundle,
+        picture: &SizesRequest,
+        progress: &mut Progress,
+    ) -> anyhow::Result<Option<Place>> {
+        let runtime = arguments.device.start(progress)?;
+        let plan =
+            arguments.memory.plan(bundle, picture, runtime.device(), arguments.force, true, progress)?;
+        if !plan.may_stay_loaded {
+            let message = format!(
+                "--keep-loaded: the stages do not fit beside each other into {}; they are opened one at a time",
+                plan.budget
+            );
+            progress.on_event(Event::warning(message));
+            return Ok(None);
+        }
+        let executor = Box::new(KeptSessions::new(runtime));
+        Ok(Some(Place { executor, plan, exchange: None, kept: true }))
+    }
+}
