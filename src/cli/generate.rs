@@ -125,13 +125,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let runs = runs()?;
     let place = Place::start(arguments, &bundle, &picture(&requests[0]), runs.as_ref(), &mut progress)?;
     let Place { mut executor, plan, exchange, kept } = place;
-    let folder = match (runs.filter(|_| arguments.dump.is_none()), &mut requests[..]) {
-        (Some(runs), [request]) => {
-            let place = (&bundle, executor.device(), &plan);
-            run_folder(arguments, request, &runs, place, &mut progress)
-        }
-        _ => RunFolder::none(),
-    };
+    let folder =
+        run_folder(arguments, &mut requests, runs, (&bundle, executor.device(), &plan), &mut progress);
     announce(&requests, &mut progress);
 
     let existing = if arguments.force { Existing::Replace } else { Existing::Keep };
@@ -147,19 +142,26 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let watch = Watch::new(&mut listener, probe);
     let mut run = Run { executor: &mut *executor, plan: Some(&plan), watch, folder };
     let id = run.folder.id().map(str::to_owned);
-    let mut last = None;
     let mut write = |index: usize, image: HostTensor| {
         let png = Picture::from_tensor(&image)?.to_png(&provenance(&requests[index], &bundle).texts())?;
-        last = Some(image);
         if index + 1 == requests.len() {
             end(&position);
         }
         write_picture(&files[index], existing, id.as_deref(), &png)
     };
-    draw(&flux2, &requests, kept, &mut run, &mut write)?;
+    let alone = match &requests[..] {
+        [request] => Some(flux2.draw(request, &mut run)?),
+        several => {
+            draw_several(&flux2, several, kept, &mut run, &mut write)?;
+            None
+        }
+    };
     let (nodes, folder) = (run.watch.nodes, run.folder);
-    if let (Some(dump), Some(image)) = (dump, last) {
-        dump.finish(&image)?;
+    if let Some(image) = alone {
+        if let Some(dump) = dump {
+            dump.finish(&image)?;
+        }
+        write(0, image)?;
     }
     let resumed_from = folder.resumed_from().map(str::to_owned);
     folder.finish(&mut listener);
@@ -171,14 +173,14 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 /// Draws all pictures; `drawn` gets the index and the tensor of each.
-fn draw(
+fn draw_several(
     flux2: &Flux2<'_>,
     requests: &[Request],
     kept: bool,
     run: &mut Run<'_>,
     drawn: &mut dyn FnMut(usize, HostTensor) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
-    if requests.len() > 1 && !kept {
+    if !kept {
         return flux2.draw_batch(requests, run, drawn);
     }
     // With sessions that stay, no order loads anything twice; this one has the first picture soonest.
@@ -199,18 +201,20 @@ fn picture(request: &Request) -> SizesRequest {
     SizesRequest { width, height, steps: request.steps, halvings: 0 }
 }
 
-/// The folder in which this command's run is kept. A seed that an interrupted run drew is taken over into the request.
+/// The folder in which this command's run is kept, if it is for one picture and no dump. A seed that an interrupted run drew
+/// is taken over into the request.
 fn run_folder(
     arguments: &Arguments,
-    request: &mut Request,
-    runs: &Runs,
+    requests: &mut [Request],
+    runs: Option<Runs>,
     (bundle, device, plan): (&Bundle, &Device, &Plan),
     progress: &mut Progress,
 ) -> RunFolder {
+    let (Some(runs), [request], None) = (runs, requests, &arguments.dump) else { return RunFolder::none() };
     let earlier = if arguments.fresh { Earlier::Discard } else { Earlier::Continue };
     let identity = identity(request, arguments.seed.is_none(), bundle, device, plan);
     let drawn = seed_of(request).filter(|_| identity.noise == NoiseIdentity::Drawn);
-    let folder = RunFolder::open(runs, &identity, drawn, earlier, progress);
+    let folder = RunFolder::open(&runs, &identity, drawn, earlier, progress);
     if let Some(seed) = folder.drawn_seed() {
         request.noise = Noise::Seed(seed);
     }
