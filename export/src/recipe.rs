@@ -127,6 +127,9 @@ pub struct Precision {
     pub accuracy_level: i64,
     #[serde(default)]
     pub residual: Residual,
+    /// The type in which a transformer's attention multiplies and sums; that of `compute` by default.
+    #[serde(default)]
+    pub attention: Option<Compute>,
     /// First match decides the format of a weight, by its checkpoint name.
     #[serde(default)]
     pub rules: Vec<Rule>,
@@ -162,6 +165,7 @@ pub struct PrecisionChange {
     pub symmetric: Option<bool>,
     pub accuracy_level: Option<i64>,
     pub residual: Option<Residual>,
+    pub attention: Option<Compute>,
     pub rules: Option<Vec<Rule>>,
 }
 
@@ -198,6 +202,7 @@ impl Precision {
             symmetric: change.symmetric.unwrap_or(self.symmetric),
             accuracy_level: change.accuracy_level.unwrap_or(self.accuracy_level),
             residual: change.residual.unwrap_or(self.residual),
+            attention: change.attention.or(self.attention),
             rules: change.rules.clone().unwrap_or_else(|| self.rules.clone()),
             components: BTreeMap::new(),
         }

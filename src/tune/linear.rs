@@ -12,8 +12,10 @@ use super::{
 };
 use crate::runtime::{Runtime, RuntimeError};
 
-/// Layers of the graph that is timed, one after the other.
+/// Layers of the graph that is timed.
 const LAYERS: usize = 4;
+/// Outputs of a layer by its inputs, as in a model's wider layers.
+const WIDER: usize = 3;
 /// Bits, block and accuracy level: those that exports know, and those that others' bundles use.
 const FORMATS: [[usize; 3]; 6] = [[4, 32, 4], [8, 32, 4], [4, 128, 4], [8, 128, 4], [4, 16, 4], [4, 32, 0]];
 
@@ -39,48 +41,50 @@ pub fn ceiling(runtime: &mut Runtime) -> Result<f64, RuntimeError> {
     Ok(rate(runtime, &scale, FORMATS[1])?.rate)
 }
 
-fn rate(
-    runtime: &mut Runtime,
-    scale: &Scale,
-    [bits, block, accuracy_level]: [usize; 3],
-) -> Result<LinearRate, RuntimeError> {
+fn rate(runtime: &mut Runtime, scale: &Scale, format: [usize; 3]) -> Result<LinearRate, RuntimeError> {
     let [rows, width] = scale.linear;
     let dtype = if runtime.device().f16 { DType::F16 } else { DType::F32 };
-    let model = graph(scale, [bits, block, accuracy_level], dtype);
     let inputs = [("x", noise(&[1, rows, width], 1, dtype))];
+    let model = graph(scale, format, dtype);
     let seconds = best_seconds(runtime, "linear layers", model, &inputs, PENDING_DISPATCHES)?;
-    let operations = LAYERS * 2 * rows * width * width;
+    let operations = LAYERS * 2 * rows * width * WIDER * width;
+    let [bits, block, accuracy_level] = format;
     Ok(LinearRate { bits, block, accuracy_level, rate: operations as f64 / seconds })
 }
 
+/// Layers beside each other, over the same input; the sum of a row of each is the output.
 fn graph(scale: &Scale, [bits, block, accuracy_level]: [usize; 3], dtype: DType) -> Model {
     let mut graph = Builder::new("linear layers");
-    let [rows, width] = scale.linear;
-    let mut x = graph.input("x", dtype, &[1, rows, width].map(Dim::Fixed));
-    let blocks = width / block;
-    // Any codes do: what is timed does not depend on them. Sums stay near the size of the inputs.
+    let [rows, inputs] = scale.linear;
+    let outputs = WIDER * inputs;
+    let x = graph.input("x", dtype, &[1, rows, inputs].map(Dim::Fixed));
+    let blocks = inputs / block;
+    // Any codes do: what is timed does not depend on them. Results stay near the size of the inputs.
     let codes = |i: usize| (i.wrapping_mul(2_654_435_761) >> 13) as u8;
-    let scale = 2.0 / (1 << bits) as f32 / (width as f32).sqrt();
-    for layer in 0..LAYERS {
-        let shape = [width, blocks, block * bits / 8];
-        let bytes = (0..shape.iter().product()).map(|i: usize| codes(i + layer)).collect();
-        let weight = graph.constant(&format!("codes{layer}"), Tensor::inline(DType::U8, &shape, bytes));
-        let scales = vec![scale; width * blocks];
-        let scales = match dtype {
-            DType::F16 => Tensor::from_f16(&[width * blocks], &scales),
-            _ => Tensor::from_f32(&[width * blocks], &scales),
+    let step = 2.0 / (1 << bits) as f32 / (inputs as f32).sqrt();
+    let attributes = [
+        ("K", inputs),
+        ("N", outputs),
+        ("bits", bits),
+        ("block_size", block),
+        ("accuracy_level", accuracy_level),
+    ];
+    let attributes = attributes.map(|(name, value)| (name, Attribute::Int(value as i64)));
+    let mut layer = |index: usize| {
+        let shape = [outputs, blocks, block * bits / 8];
+        let bytes = (0..shape.iter().product()).map(|i: usize| codes(i + index)).collect();
+        let weight = graph.constant(&format!("codes{index}"), Tensor::inline(DType::U8, &shape, bytes));
+        let steps = vec![step; outputs * blocks];
+        let steps = match dtype {
+            DType::F16 => Tensor::from_f16(&[steps.len()], &steps),
+            _ => Tensor::from_f32(&[steps.len()], &steps),
         };
-        let scales = graph.constant(&format!("scales{layer}"), scales);
-        let attributes = [
-            ("K", Attribute::Int(width as i64)),
-            ("N", Attribute::Int(width as i64)),
-            ("bits", Attribute::Int(bits as i64)),
-            ("block_size", Attribute::Int(block as i64)),
-            ("accuracy_level", Attribute::Int(accuracy_level as i64)),
-        ];
-        x = graph.contrib("MatMulNBits", &[x, weight, scales], &attributes);
-    }
-    let y = graph.slice(x, 1, 0, 1);
-    graph.output(y, "y", &[1, 1, width].map(Dim::Fixed));
+        let scales = graph.constant(&format!("scales{index}"), steps);
+        let y = graph.contrib("MatMulNBits", &[x, weight, scales], &attributes);
+        graph.slice(y, 1, 0, 1)
+    };
+    let rows: Vec<_> = (0..LAYERS).map(&mut layer).collect();
+    let y = rows.into_iter().reduce(|a, b| graph.add(a, b)).expect("there are layers");
+    graph.output(y, "y", &[1, 1, outputs].map(Dim::Fixed));
     graph.finish()
 }
