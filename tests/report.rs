@@ -329,13 +329,16 @@ fn the_plan_says_what_it_chose_and_why() {
     let model = File::new(&chain());
     let usual = json_of(&model.1, "--device llvmpipe");
     assert_eq!(usual["choices"], serde_json::json!([]));
-    assert_eq!(usual["stages"][0]["settings"], serde_json::json!({ "pending_dispatches": 4, "halvings": 0 }));
+    assert_eq!(
+        usual["stages"][0]["settings"],
+        serde_json::json!({ "pending_dispatches": 4, "halvings": 0, "fused": false })
+    );
     // A byte less than the usual settings take.
     let budget = usual["chain"]["peak"].as_u64().unwrap() - 1;
     let planned = json_of(&model.1, &format!("--device llvmpipe --budget {budget}"));
     assert_eq!(
         planned["stages"][0]["settings"],
-        serde_json::json!({ "pending_dispatches": 1, "halvings": 0 })
+        serde_json::json!({ "pending_dispatches": 1, "halvings": 0, "fused": false })
     );
     assert!(planned["chain"]["peak"].as_u64().unwrap() <= budget);
     let told = report_text(&model.1, &format!("--device llvmpipe --budget {budget}"));

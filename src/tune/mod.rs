@@ -4,11 +4,13 @@
 mod attention;
 mod linear;
 mod micro_run;
+mod norm;
 mod selftest;
 
 use serde::Serialize;
 use viaduct_export::tuning::{TunedAttention, Tuning};
 
+use self::selftest::About;
 pub use self::{
     attention::{AttentionTime, DISPATCHES},
     linear::{LinearRate, ceiling},
@@ -29,6 +31,8 @@ pub struct Measured {
     pub attention: Vec<AttentionTime>,
     /// Seconds of the same graph by dispatches per submission.
     pub dispatches: Vec<(u32, f64)>,
+    /// Seconds of the norm of all heads, as the operator and as a reduction and products; none where that is wrong.
+    pub norms: Option<[f64; 2]>,
     pub linears: Vec<LinearRate>,
     pub tuning: Tuning,
 }
@@ -58,14 +62,14 @@ impl Scale {
 
 /// Measures the device. The runtime must run WebGPU; it takes up to a minute on a GPU.
 pub fn tune(runtime: &mut Runtime, listener: &mut dyn Listener) -> Result<Measured, RuntimeError> {
-    const PARTS: usize = 4;
+    const PARTS: usize = 5;
     let mut part = |index, name: &str| {
         listener.on_event(Event::Stage { name: name.to_owned(), index, count: PARTS });
     };
     let scale = Scale::of(runtime.device().kind);
     part(1, "self-tests");
     let tests = selftest::all(runtime)?;
-    let fused_attention = tests.iter().filter(|test| test.about_fused_attention).all(|test| test.passed);
+    let fused_attention = all_passed(&tests, About::FusedAttention);
     part(2, "attention");
     let (attention, mut forms) = (attention::times(runtime, &scale, fused_attention)?, Vec::new());
     for rows in scale.rows {
@@ -76,13 +80,23 @@ pub fn tune(runtime: &mut Runtime, listener: &mut dyn Listener) -> Result<Measur
     }
     part(3, "dispatches");
     let dispatches = attention::dispatch_times(runtime, &scale, &forms)?;
-    part(4, "linear layers");
+    part(4, "norms");
+    let trusted = all_passed(&tests, About::ReducedNorms);
+    let norms = if trusted { Some(norm::times(runtime, &scale)?) } else { None };
+    part(5, "linear layers");
     let linears = linear::rates(runtime, &scale)?;
     let default = Tuning::default();
     let pending_dispatches =
         thriftiest(&dispatches, |time| time.1).map_or(default.pending_dispatches, |t| t.0);
-    let tuning = Tuning { fused_attention, attention: forms, pending_dispatches };
-    Ok(Measured { tests, attention, dispatches, linears, tuning })
+    let reduced_norms = norms.is_some_and(|[operator, reduced]| reduced * AS_FAST < operator);
+    let tuning = Tuning { fused_attention, attention: forms, pending_dispatches, reduced_norms };
+    Ok(Measured { tests, attention, dispatches, norms, linears, tuning })
+}
+
+/// Whether there are such tests and none failed.
+fn all_passed(tests: &[SelfTest], about: About) -> bool {
+    let mut tests = tests.iter().filter(|test| test.about == about).peekable();
+    tests.peek().is_some() && tests.all(|test| test.passed)
 }
 
 /// The first that is about as fast as the fastest; `sorted` begins with what takes the least memory.

@@ -199,6 +199,13 @@ impl Builder {
     }
 
     /// `x[start..end]` along one axis; `i64::MAX` means to the end.
+    /// Parts of the given sizes along an axis, in one operator.
+    pub fn split<const N: usize>(&mut self, x: ValueId, axis: i64, sizes: [usize; N]) -> [ValueId; N] {
+        let sizes = self.ints(&sizes.map(|size| size as i64));
+        let parts = self.ops("", "Split", &[x, sizes], &[("axis", Attribute::Int(axis))], N);
+        parts.try_into().expect("there are as many outputs as were asked for")
+    }
+
     pub fn slice(&mut self, x: ValueId, axis: i64, start: i64, end: i64) -> ValueId {
         let operands = [x, self.ints(&[start]), self.ints(&[end]), self.ints(&[axis])];
         self.op("Slice", &operands, &[])

@@ -175,16 +175,14 @@ fn feed_forward(
     let (width, inner) = (s.config.width(), s.config.mlp_width());
     let y = modulated(a, x, m, s.config.eps);
     let y = a.project(y, &format!("{prefix}linear_in.weight"), width, 2 * inner)?;
-    let y = gated(a, s, y, 0);
+    let halves = a.graph.split(y, -1, [inner, inner]);
+    let y = gated(a, s, halves);
     let y = a.project(y, &format!("{prefix}linear_out.weight"), inner, width)?;
     Ok(add_branch(a, x, y, Some(m.gate)))
 }
 
-/// SwiGLU over the two halves that begin at column `start`; the first half is the gate.
-fn gated(a: &mut Author<'_>, s: &Shared<'_>, x: ValueId, start: usize) -> ValueId {
-    let (start, inner) = (start as i64, s.config.mlp_width() as i64);
-    let first = a.graph.slice(x, -1, start, start + inner);
-    let second = a.graph.slice(x, -1, start + inner, start + 2 * inner);
+/// SwiGLU over two halves; the first is the gate.
+fn gated(a: &mut Author<'_>, s: &Shared<'_>, [first, second]: [ValueId; 2]) -> ValueId {
     match s.constants.gate_first {
         true => swiglu(a, first, second),
         false => swiglu(a, second, first),
@@ -203,15 +201,13 @@ fn single_block(
     let (width, inner) = (s.config.width(), s.config.mlp_width());
     let y = modulated(a, x, m, s.config.eps);
     let y = a.project(y, &format!("{prefix}to_qkv_mlp_proj.weight"), width, 3 * width + 2 * inner)?;
-    let columns =
-        |a: &mut Author<'_>, i: usize| a.graph.slice(y, -1, (i * width) as i64, ((i + 1) * width) as i64);
-    let [q, k, v] = [columns(a, 0), columns(a, 1), columns(a, 2)];
+    let [q, k, v, first, second] = a.graph.split(y, -1, [width, width, width, inner, inner]);
     let q = head_norm(a, s, q, &format!("{prefix}norm_q.weight"))?;
     let q = rotate_heads(a, s, q);
     let k = head_norm(a, s, k, &format!("{prefix}norm_k.weight"))?;
     let k = rotate_heads(a, s, k);
     let attended = joint_attention(a, [q, k, v], &joint_rows(s.config.width()), s.config.num_attention_heads);
-    let activated = gated(a, s, y, 3 * width);
+    let activated = gated(a, s, [first, second]);
     let columns = [(attended, width), (activated, inner)];
     let y = a.project_both(columns, &format!("{prefix}to_out.weight"), width)?;
     Ok(add_branch(a, x, y, Some(m.gate)))
