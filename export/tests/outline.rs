@@ -175,11 +175,13 @@ fn a_folder_without_weights_has_an_outline() {
 
 /// The tensors that an f32 outline's graphs hold, in the shapes that a checkpoint has.
 fn asked_for(outline: &Outline) -> BTreeMap<String, Vec<usize>> {
-    let mut tensors = BTreeMap::new();
+    let mut tensors: BTreeMap<String, Vec<usize>> = BTreeMap::new();
     let values = outline.stages.iter().flat_map(|stage| stage.model.graph.values());
     for (_, value) in values {
         let Some(constant) = &value.constant else { continue };
-        if !value.name.ends_with(".weight") && !value.name.ends_with(".bias") {
+        // Some weights are stored in parts, by columns: `to_out.weight[:,0:3072]`.
+        let (name, columns) = value.name.split_at(value.name.find('[').unwrap_or(value.name.len()));
+        if !name.ends_with(".weight") && !name.ends_with(".bias") {
             continue;
         }
         let shape = match constant.shape[..] {
@@ -188,7 +190,13 @@ fn asked_for(outline: &Outline) -> BTreeMap<String, Vec<usize>> {
             [channels, 1, 1] => vec![channels],
             ref other => other.to_vec(),
         };
-        assert_eq!(tensors.insert(value.name.clone(), shape), None, "{} twice", value.name);
+        match tensors.get_mut(name) {
+            Some(whole) if !columns.is_empty() => whole[1] += shape[1],
+            found => {
+                assert_eq!(found, None, "{} twice", value.name);
+                tensors.insert(name.to_owned(), shape);
+            }
+        }
     }
     tensors
 }

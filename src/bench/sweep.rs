@@ -3,11 +3,14 @@
 use serde::Serialize;
 use viaduct_export::tuning::{AttentionForm, Tuning};
 
-use super::{BenchError, Measured, Subject, timed::Timed};
+use super::{Measured, Subject, timed::Timed};
 use crate::{
     pipeline::{
         event::{Event, Listener},
         flux2::TRANSFORMER,
+        probe::NoProbe,
+        run::{Run, Watch},
+        run_folder::RunFolder,
     },
     plan::Plan,
     runtime::Runtime,
@@ -44,7 +47,7 @@ pub struct Trial {
 pub type Planner<'p> = dyn FnMut(&Runtime) -> anyhow::Result<Plan> + 'p;
 
 impl Subject<'_> {
-    /// Draws a picture under every form, and one as the device is tuned, last.
+    /// Runs text encoder and transformer under every form, and once as the device is tuned, last.
     pub fn sweep(
         &self,
         measured: Measured,
@@ -87,7 +90,10 @@ impl Subject<'_> {
         let plan = plan(runtime)?;
         let request = Measured { steps: measured.steps.max(LEAST_STEPS), ..measured }.request();
         let mut timed = Timed::new(runtime);
-        self.draw(&request, &mut timed, &plan, listener).map_err(BenchError::from)?;
+        let mut probe = NoProbe;
+        let watch = Watch::new(listener, &mut probe);
+        let mut run = Run { executor: &mut timed, plan: Some(&plan), watch, folder: RunFolder::none() };
+        self.flux2.latents(&request, &mut run)?;
         let picture = timed.into_picture(0.0);
         Ok(picture.runs(TRANSFORMER).skip(1).fold(f64::INFINITY, f64::min))
     }

@@ -214,6 +214,13 @@ impl<'a> Flux2<'a> {
         Ok(())
     }
 
+    /// The final latents of one picture [1, tokens, channels], which are not decoded.
+    pub fn latents(&self, request: &Request, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
+        self.check(request)?;
+        let prompt = self.tokenize(&request.prompt, run)?;
+        self.sample(request, &prompt, run)
+    }
+
     /// The final latents of all pictures.
     fn sample_batch(&self, requests: &[Request], run: &mut Run<'_>) -> Result<Vec<HostTensor>, Flux2Error> {
         let same_prompt: Vec<_> = requests.chunk_by(|a, b| a.prompt == b.prompt).collect();
