@@ -35,6 +35,7 @@ mod merge_slices;
 mod models;
 mod names;
 mod quantize_matmul;
+mod reduce_norms;
 mod remove_nan_guard;
 mod single_output;
 mod split_at;
