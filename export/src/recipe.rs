@@ -99,6 +99,16 @@ impl Compute {
     }
 }
 
+/// The type in which a transformer's joint attention multiplies and sums.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum AttentionMath {
+    /// That in which the graph computes.
+    #[default]
+    Compute,
+    F32,
+}
+
 /// How the residual stream of a transformer is carried when the graph computes in f16.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -127,9 +137,8 @@ pub struct Precision {
     pub accuracy_level: i64,
     #[serde(default)]
     pub residual: Residual,
-    /// The type in which a transformer's attention multiplies and sums; that of `compute` by default.
     #[serde(default)]
-    pub attention: Option<Compute>,
+    pub attention: AttentionMath,
     /// First match decides the format of a weight, by its checkpoint name.
     #[serde(default)]
     pub rules: Vec<Rule>,
@@ -165,7 +174,7 @@ pub struct PrecisionChange {
     pub symmetric: Option<bool>,
     pub accuracy_level: Option<i64>,
     pub residual: Option<Residual>,
-    pub attention: Option<Compute>,
+    pub attention: Option<AttentionMath>,
     pub rules: Option<Vec<Rule>>,
 }
 
@@ -202,7 +211,7 @@ impl Precision {
             symmetric: change.symmetric.unwrap_or(self.symmetric),
             accuracy_level: change.accuracy_level.unwrap_or(self.accuracy_level),
             residual: change.residual.unwrap_or(self.residual),
-            attention: change.attention.or(self.attention),
+            attention: change.attention.unwrap_or(self.attention),
             rules: change.rules.clone().unwrap_or_else(|| self.rules.clone()),
             components: BTreeMap::new(),
         }

@@ -18,9 +18,6 @@ pub struct Tuning {
     pub attention: Vec<TunedAttention>,
     /// Dispatches that WebGPU records before it submits them, where memory allows.
     pub pending_dispatches: u32,
-    /// Whether norms over short rows in f16 are right and faster as a reduction and products.
-    #[serde(default)]
-    pub reduced_norms: bool,
 }
 
 /// What is fastest for sequences of about this many rows.
@@ -44,12 +41,7 @@ pub enum AttentionForm {
 impl Default for Tuning {
     /// A WebGPU device that was not measured.
     fn default() -> Tuning {
-        Tuning {
-            fused_attention: false,
-            attention: Vec::new(),
-            pending_dispatches: PENDING_DISPATCHES,
-            reduced_norms: false,
-        }
+        Tuning { fused_attention: false, attention: Vec::new(), pending_dispatches: PENDING_DISPATCHES }
     }
 }
 

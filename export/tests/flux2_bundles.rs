@@ -210,6 +210,23 @@ fn every_linear_of_a_block_is_quantised() {
     }
 }
 
+/// Attention in f32 takes casts of its operands, and gives back what the graph computes in.
+#[test]
+fn attention_may_be_f32() {
+    let set = [("profiles.q8.attention".to_owned(), "f32".to_owned())];
+    for (set, math) in [(&[][..], DType::F16), (&set[..], DType::F32)] {
+        let graph = exported(&klein_emoji(), "q8", None, set).models.remove("transformer").unwrap().graph;
+        let attentions: Vec<_> = graph.nodes().filter(|(_, node)| node.op_type == "MultiHeadAttention").collect();
+        assert_eq!(attentions.len(), 2 + 6);
+        for (_, node) in attentions {
+            for operand in node.inputs.iter().flatten() {
+                let Some(ValueType::Tensor { dtype, .. }) = &graph[*operand].ty else { panic!("no type") };
+                assert_eq!(*dtype, math);
+            }
+        }
+    }
+}
+
 /// A rule for one layer changes that layer; the first that matches counts.
 #[test]
 fn rules_for_single_layers_are_honoured() {

@@ -241,9 +241,6 @@ fn print_tuning(tuning: &Tuning) {
         println!("          attention over about {rows} rows: {form}");
     }
     println!("          {} dispatches per submission", tuning.pending_dispatches);
-    if tuning.reduced_norms {
-        println!("          norms of heads as a reduction and products");
-    }
 }
 
 fn print_measured(measured: &Measured) {
@@ -262,12 +259,6 @@ fn print_measured(measured: &Measured) {
     }
     for (count, seconds) in &measured.dispatches {
         println!("measured  {count} dispatches per submission: {:.3} ms", seconds * 1e3);
-    }
-    if let Some([operator, reduced]) = measured.norms {
-        let [operator, reduced] = [operator, reduced].map(|seconds| seconds * 1e3);
-        println!(
-            "measured  norm of all heads: {operator:.3} ms, as a reduction and products {reduced:.3} ms"
-        );
     }
     for linear in &measured.linears {
         let LinearRate { bits, block, accuracy_level, rate } = linear;

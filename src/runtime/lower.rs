@@ -41,8 +41,6 @@ fn in_words(dims: &BTreeMap<String, usize>) -> String {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Lowered {
     pub attention: Vec<Attention>,
-    /// Norms over short rows that became a reduction and products.
-    pub reduced_norms: usize,
     pub exposed: Vec<String>,
 }
 
@@ -72,9 +70,6 @@ pub fn lower(
         if let Form::Written(written) = &plan.form {
             written.attention.write_out(&mut model.graph, plan.node, &written.form);
         }
-    }
-    if device.tuning.reduced_norms {
-        lowered.reduced_norms = passes::reduce_norms(&mut model.graph);
     }
     for name in expose {
         let unknown = || LowerError::UnknownValue((*name).to_owned());

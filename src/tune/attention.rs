@@ -81,8 +81,7 @@ fn seconds(
     forms: &[TunedAttention],
     pending_dispatches: u32,
 ) -> Result<f64, RuntimeError> {
-    let tuning =
-        Tuning { fused_attention: true, attention: forms.to_vec(), pending_dispatches, ..Tuning::default() };
+    let tuning = Tuning { fused_attention: true, attention: forms.to_vec(), pending_dispatches };
     let profile = DeviceProfile { tuning, ..runtime.device().profile() };
     let dtype = dtype(&profile);
     let mut model = graph(scale, rows, dtype);

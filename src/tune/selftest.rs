@@ -4,7 +4,6 @@ use serde::Serialize;
 use viaduct_export::{
     memory::PENDING_DISPATCHES,
     onnx::{Attribute, Builder, DType, Dim, Model, Tensor, ValueId},
-    passes,
 };
 
 use super::micro_run::noise;
@@ -23,16 +22,7 @@ pub struct SelfTest {
     /// What is done about a failure.
     pub otherwise: &'static str,
     #[serde(skip)]
-    pub(super) about: About,
-}
-
-/// What a test decides.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum About {
-    FusedAttention,
-    ReducedNorms,
-    /// Nothing: there is no other way to compute it.
-    Device,
+    pub(super) about_fused_attention: bool,
 }
 
 /// Rows of the fused attention's tests: the operator takes other paths for longer sequences.
@@ -61,19 +51,18 @@ pub fn all(runtime: &mut Runtime) -> Result<Vec<SelfTest>, RuntimeError> {
         tests.push(fused_attention(runtime, rows)?);
     }
     if runtime.device().f16 {
-        tests.push(test(runtime, reduced_norms(), About::ReducedNorms)?);
-        tests.push(test(runtime, norm_of_large_values(), About::Device)?);
+        tests.push(test(runtime, norm_of_large_values())?);
     }
     for case in [nearest_resize(), scalar_chain(), long_graph(), large_sums(runtime)] {
-        tests.push(test(runtime, case, About::Device)?);
+        tests.push(test(runtime, case)?);
     }
     Ok(tests)
 }
 
-fn test(runtime: &mut Runtime, case: Case, about: About) -> Result<SelfTest, RuntimeError> {
+fn test(runtime: &mut Runtime, case: Case) -> Result<SelfTest, RuntimeError> {
     let (name, bar, otherwise) = (case.name.to_owned(), case.bar, case.otherwise);
     let error = run(runtime, case)?;
-    Ok(SelfTest { name, passed: error <= bar, error: Some(error), otherwise, about })
+    Ok(SelfTest { name, passed: error <= bar, error: Some(error), otherwise, about_fused_attention: false })
 }
 
 /// The operator runs only on adapters that may pass.
@@ -90,7 +79,7 @@ fn fused_attention(runtime: &mut Runtime, rows: usize) -> Result<SelfTest, Runti
         passed: error.is_some_and(|error| error <= ATTENTION_BAR),
         error,
         otherwise: "attention is written out",
-        about: About::FusedAttention,
+        about_fused_attention: true,
     })
 }
 
@@ -161,39 +150,27 @@ fn case(
 }
 
 /// Rows of values about 1000, whose squares leave f16's range, and of values about 1 and 0.01.
-fn norm_case(name: &'static str) -> Case {
+fn norm_of_large_values() -> Case {
+    const EPSILON: f32 = 1e-6;
     const WIDTH: usize = 128;
     const SIZES: [f32; 3] = [1000.0, 1.0, 0.01];
     let row = |size: f32| (0..WIDTH).map(move |i| size * (1.0 + (i % 7) as f32 / 128.0));
     let x: Vec<f32> = SIZES.into_iter().flat_map(row).collect();
     let norms = x.chunks(WIDTH).flat_map(|row| {
         let mean = row.iter().map(|x| x * x).sum::<f32>() / WIDTH as f32;
-        row.iter().map(move |x| x / (mean + NORM_EPSILON).sqrt())
+        row.iter().map(move |x| x / (mean + EPSILON).sqrt())
     });
     let expected = norms.collect();
     let input = HostTensor::f32(&[SIZES.len(), WIDTH], x);
-    let made = case(name, input, expected, |graph, x| {
+    let made = case("norm of large values", input, expected, |graph, x| {
         let x = graph.cast(x, DType::F16);
         let weight = graph.small_constant(Tensor::from_f16(&[WIDTH], &[1.0; WIDTH]));
-        let attributes = [("axis", Attribute::Int(-1)), ("epsilon", Attribute::Float(NORM_EPSILON))];
+        let attributes = [("axis", Attribute::Int(-1)), ("epsilon", Attribute::Float(EPSILON))];
         let y = graph.op("RMSNormalization", &[x, weight], &attributes);
         graph.cast(y, DType::F32)
     });
-    // A hundredth: what the epsilon changes, and f16.
-    Case { bar: 1e-2, ..made }
-}
-
-const NORM_EPSILON: f32 = 1e-6;
-
-fn norm_of_large_values() -> Case {
-    let otherwise = "use bundles that compute in f32 (`--profile f32`)";
-    Case { otherwise, ..norm_case("norm of large values") }
-}
-
-fn reduced_norms() -> Case {
-    let mut case = norm_case("norms as reductions");
-    passes::reduce_norms(&mut case.model.graph);
-    Case { otherwise: "the operator is used", ..case }
+    // f16, and what the epsilon changes.
+    Case { bar: 1e-2, otherwise: "use bundles that compute in f32 (`--profile f32`)", ..made }
 }
 
 fn nearest_resize() -> Case {

@@ -35,7 +35,6 @@ mod merge_slices;
 mod models;
 mod names;
 mod quantize_matmul;
-mod reduce_norms;
 mod remove_nan_guard;
 mod single_output;
 mod split_at;

@@ -40,7 +40,6 @@ mod part;
 mod pieces;
 mod pixel_attention;
 mod quantize_matmul;
-mod reduce_norms;
 mod remove_nan_guard;
 mod replacement;
 mod reshape_plan;
@@ -60,7 +59,6 @@ pub use facts::Facts;
 pub use outcome::{Outcome, Refusal};
 pub use part::Part;
 pub use quantize_matmul::{LEFT_OUT, Q8 as QUANTIZE_MATMUL_Q8};
-pub use reduce_norms::reduce_norms;
 pub use replacement::Replacement;
 pub use run::{PassError, Report, apply, split};
 pub use settings::{AttentionForm, Linears, Settings, Splitting};
@@ -103,7 +101,6 @@ pub const PASSES: &[&Pass] = &[
     &remove_nan_guard::PASS,
     &fuse_attention::PASS,
     &decompose_attention::PASS,
-    &reduce_norms::PASS,
     &flatten_conv3d::PASS,
     &tree_concat::PASS,
     &to_f16::PASS,

@@ -3,15 +3,18 @@
 
 use crate::{
     arch::author::Author,
-    onnx::{Attribute, Dim, ValueId},
-    recipe::Compute,
+    onnx::{Attribute, DType, Dim, ValueId},
+    recipe::AttentionMath,
 };
 
 /// Softmax(q k^T / sqrt(d)) v without a mask, in the type of attention; q, k, v are `shape` [1, rows, heads*d], which is
 /// recorded in the graph: from it the runner computes how large the scores would be. The result has the type of q.
 pub fn joint_attention(a: &mut Author<'_>, qkv: [ValueId; 3], shape: &[Dim; 3], heads: usize) -> ValueId {
     let like = a.graph.dtype(qkv[0]);
-    let math = a.precision.attention.map_or(like, Compute::dtype);
+    let math = match a.precision.attention {
+        AttentionMath::Compute => like,
+        AttentionMath::F32 => DType::F32,
+    };
     let qkv = qkv.map(|value| a.graph.cast(value, math));
     for value in qkv {
         a.graph.record_shape(value, shape);
