@@ -1,4 +1,4 @@
-//! What ONNX Runtime 1.31.1 does wrong itself.
+//! What ONNX Runtime 1.31.1 does wrong itself, and how it complains of graphs that contradict themselves.
 
 use viaduct_export::onnx::{DType, Model, Node};
 
@@ -14,6 +14,14 @@ const MESSAGES: &[&str] = &[
 
 pub fn explains(problem: &str) -> bool {
     MESSAGES.iter().any(|message| problem.contains(message))
+}
+
+/// What it says of shapes that are not those that the graph records: when it loads the graph, or when a value does not fit
+/// into the memory of another one that is recorded with the same shape. Whether that is reused depends on the other nodes.
+const CONTRADICTIONS: &[&str] = &["ShapeInferenceError", "Shape mismatch attempting to re-use buffer"];
+
+pub fn sees_contradiction(problem: &str) -> bool {
+    CONTRADICTIONS.iter().any(|message| problem.contains(message))
 }
 
 /// Its CPU provider ends the process over some graphs in f16 (of a Transpose, a MatMul and an Add, for example), and over
