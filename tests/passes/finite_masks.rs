@@ -5,7 +5,7 @@ use viaduct_export::{
 
 use crate::{
     foreign::foreign,
-    runtime_support::{Feeds, Net, cpu, noise, run, tensor},
+    runtime_support::{Feeds, Net, cpu, int, noise, run, tensor},
     same::{Bar, Rewritten, one, rewrite},
     written::{self, ROWS},
 };
@@ -117,7 +117,31 @@ fn masks_that_others_use_are_left_alone() {
     written::seen(&mut net, &mut feeds, None);
     written::masked_scores(&mut net, f32::NEG_INFINITY);
     written::attend(&mut net, "scores");
-    refused(&net, &["y", "bias"], &[("the mask is used for more than attention", 1)]);
+    for other in ["bias", "scores"] {
+        refused(&net, &["y", other], &[("the mask is used for more than attention", 1)]);
+    }
+}
+
+/// Rows that see nothing are made 0 in the attention alone, not in its weights.
+#[test]
+fn weights_behind_a_guard_that_others_use_are_left_alone() {
+    let (mut net, mut feeds) = written::heads(DType::F32);
+    written::seen(&mut net, &mut feeds, Some(3));
+    written::masked_scores(&mut net, f32::NEG_INFINITY);
+    written::attend_guarded(&mut net, "scores");
+    net.node("MatMul", &["guarded", "q4"], "z", &[]);
+    let why = "the weights behind a guard against NaN are used for more than the values";
+    refused(&net, &["y", "z"], &[(why, 1)]);
+}
+
+#[test]
+fn a_softmax_over_the_queries_is_left_alone() {
+    let (mut net, mut feeds) = written::heads(DType::F32);
+    written::seen(&mut net, &mut feeds, None);
+    written::masked_scores(&mut net, f32::NEG_INFINITY);
+    net.node("Softmax", &["scores"], "weights", &[("axis", int(2))]);
+    written::apply(&mut net, "weights");
+    refused(&net, &["y"], &[("the softmax is not over the last axis", 1)]);
 }
 
 #[test]

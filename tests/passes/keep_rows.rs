@@ -117,3 +117,19 @@ fn what_is_used_elsewhere_is_flattened_again() {
         assert_eq!((after.applied(), after.operators().get("Shape")), (1, None));
     }
 }
+
+/// Attention of the rows to themselves, without weights: they are split as queries, and flat as keys and values.
+#[test]
+fn rows_that_are_values_too_stay_flat_there() {
+    let mut net = Net::new(DType::F32);
+    let open = |name: &str| Dim::Symbol(name.to_owned());
+    net.input("x", DType::F32, &[Dim::Fixed(1), Dim::Fixed(3), open("h"), open("w")]);
+    net.ints("flat", &[0, 0, -1]).node("Reshape", &["x", "flat"], "k", &[]);
+    net.node("Transpose", &["k"], "q", &[("perm", ints(&[0, 2, 1]))]);
+    net.node("MatMul", &["q", "k"], "s", &[]).node("Softmax", &["s"], "p", &[]);
+    net.node("MatMul", &["p", "q"], "o", &[]).node("Transpose", &["o"], "z", &[("perm", ints(&[0, 2, 1]))]);
+    net.node("Shape", &["x"], "shape", &[]).node("Reshape", &["z", "shape"], "y", &[]);
+    let feeds = vec![("x".to_owned(), tensor(DType::F32, &[1, 3, 4, 6], &noise(1, 72)))];
+    let after = one(&net.model(&["y"]), "keep_rows", &feeds, Bar::Relative(1e-6));
+    assert_eq!((after.applied(), after.operators().get("Shape")), (1, None));
+}

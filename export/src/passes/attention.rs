@@ -35,6 +35,8 @@ pub(super) struct Scores {
     pub scaled: Option<(NodeId, f64)>,
     /// What is added, innermost first.
     pub masks: Vec<Mask>,
+    /// The nodes from the first of these Adds up to the softmax, in execution order.
+    pub masked: Vec<NodeId>,
     /// Whether the sum of scores and masks is scaled.
     pub masks_scaled: bool,
 }
@@ -111,18 +113,29 @@ fn scores(view: &View<'_>, value: ValueId, steps: usize) -> Option<Scores> {
     if node.is("MatMul") {
         let (q, k) = (node.input(0)?, node.input(1)?);
         let linear = view.constant(q).is_some() || view.constant(k).is_some();
-        let scores =
-            Scores { product: id, q, k, scale: 1.0, scaled: None, masks: Vec::new(), masks_scaled: false };
+        let scores = Scores {
+            product: id,
+            q,
+            k,
+            scale: 1.0,
+            scaled: None,
+            masks: Vec::new(),
+            masked: Vec::new(),
+            masks_scaled: false,
+        };
         return (!linear).then_some(scores);
     }
     if is_float_cast(view, node) || node.is("Identity") {
-        return scores(view, node.input(0)?, steps);
+        let mut scores = scores(view, node.input(0)?, steps)?;
+        scores.masked.extend((!scores.masks.is_empty()).then_some(id));
+        return Some(scores);
     }
     if node.is("Add") {
         let operands = view.operands(node).into_iter().enumerate();
         return operands.into_iter().find_map(|(i, (inner, mask))| {
             let mut scores = scores(view, inner, steps)?;
             scores.masks.push(Mask { add: id, index: 1 - i, value: mask });
+            scores.masked.push(id);
             Some(scores)
         });
     }
@@ -134,6 +147,7 @@ fn scores(view: &View<'_>, value: ValueId, steps: usize) -> Option<Scores> {
         scores.scaled = direct.then_some((id, scale)).or(scores.scaled);
     } else {
         scores.masks_scaled = true;
+        scores.masked.push(id);
     }
     Some(scores)
 }

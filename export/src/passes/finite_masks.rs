@@ -8,8 +8,9 @@
 //! average of the values instead of NaN. The lowest numbers become equal: such rows had and have the plain average. In f16,
 //! sums with -65504 overflow to -inf; sums with -32768 do not.
 //! Refused: masks that hide with several numbers where a row may see no key (it sees what is least hidden, and would now
-//! see all alike), masks that are used for more than attention or shared with one that is refused, constants beyond 16 MiB or
-//! unreadable, more than one mask before a guard. Masks that come from outside are not looked at.
+//! see all alike), masks or sums with them that are used for more than attention, masks shared with one that is refused,
+//! constants beyond 16 MiB or unreadable, a softmax over another axis than the keys; before a guard, more than one mask, and
+//! weights that are used for more than one product. Masks that come from outside are not looked at.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
@@ -31,6 +32,8 @@ const ELSEWHERE: &str = "the mask is used for more than attention";
 const SHARED: &str = "the mask is shared with an attention that is left alone";
 const LARGE: &str = "the mask is a constant that cannot be looked at";
 const UNEQUAL: &str = "the mask hides with different numbers, which rows that see no key tell apart";
+const AXIS: &str = "the softmax is not over the last axis";
+const WEIGHTS: &str = "the weights behind a guard against NaN are used for more than the values";
 const SEVERAL: &str = "there is more than one mask before a guard against NaN";
 
 /// The largest constant mask, in bytes; one of 2048 keys and queries in f32.
@@ -176,6 +179,8 @@ fn every_row_sees(tensor: &Tensor) -> bool {
 struct Plan {
     place: String,
     origins: Vec<Origin>,
+    /// The nodes between the masks and the softmax.
+    masked: Vec<NodeId>,
     /// What makes rows 0 that see no key, if a guard did.
     blank: Option<Blank>,
 }
@@ -227,9 +232,13 @@ fn plan(view: &View<'_>, attention: &Attention) -> Option<Result<Plan, (Plan, &'
     if origins.iter().all(|origin| origin.edges.is_empty()) && !unreadable {
         return None;
     }
-    let mut plan = Plan { place: view.graph.place(attention.softmax), origins, blank: None };
+    let masked = attention.scores.masked.clone();
+    let mut plan = Plan { place: view.graph.place(attention.softmax), origins, masked, blank: None };
     if unreadable {
         return Some(Err((plan, LARGE)));
+    }
+    if !attention.over_keys {
+        return Some(Err((plan, AXIS)));
     }
     let low: BTreeSet<u32> = plan.origins.iter().flat_map(|origin| &origin.low).copied().collect();
     if low.len() > 1 && !matches!(&plan.origins[..], [mask] if mask.all_rows_see) {
@@ -237,6 +246,9 @@ fn plan(view: &View<'_>, attention: &Attention) -> Option<Result<Plan, (Plan, &'
     }
     if attention.guard.is_some() && plan.origins.iter().any(Origin::blinds_rows) {
         let [mask] = masks[..] else { return Some(Err((plan, SEVERAL))) };
+        if attention.weights_shared {
+            return Some(Err((plan, WEIGHTS)));
+        }
         match blank(view, attention, mask.value) {
             Ok(blank) => plan.blank = Some(blank),
             Err(why) => return Some(Err((plan, why))),
@@ -256,28 +268,27 @@ fn blank(view: &View<'_>, attention: &Attention, mask: ValueId) -> Result<Blank,
     Ok(Blank { mask, dtype, output })
 }
 
-/// Leaves masks alone that are used for other things than attention.
+/// Leaves masks alone that are used for other things than attention, by themselves or in sums with scores.
 fn leave_used_elsewhere(
     view: &View<'_>,
     attentions: &[Attention],
     plans: &mut Vec<Result<Plan, (Plan, &'static str)>>,
 ) {
-    let adds: HashSet<NodeId> =
-        attentions.iter().flat_map(|a| &a.scores.masks).map(|mask| mask.add).collect();
-    let paths: HashSet<NodeId> = attentions
-        .iter()
-        .flat_map(|attention| &attention.scores.masks)
-        .flat_map(|mask| Origin::of(view, mask).path)
-        .collect();
+    let mut within: HashSet<NodeId> = HashSet::new();
+    for attention in attentions {
+        let paths = attention.scores.masks.iter().flat_map(|mask| Origin::of(view, mask).path);
+        within.extend(paths.chain(attention.scores.masked.iter().copied()).chain([attention.softmax]));
+    }
     let only_masks = |id: &NodeId| {
-        adds.contains(id)
-            || view.graph[*id].outputs.iter().flatten().all(|output| {
-                !view.graph.outputs.contains(output)
-                    && view.uses(*output).iter().all(|use_| paths.contains(use_))
-            })
+        view.graph[*id].outputs.iter().flatten().all(|output| {
+            !view.graph.outputs.contains(output)
+                && view.uses(*output).iter().all(|user| within.contains(user))
+        })
     };
     for slot in plans.iter_mut() {
-        let fine = slot.as_ref().is_ok_and(|plan| plan.origins.iter().flat_map(|o| &o.path).all(only_masks));
+        let fine = slot.as_ref().is_ok_and(|plan| {
+            plan.origins.iter().flat_map(|origin| &origin.path).chain(&plan.masked).all(only_masks)
+        });
         refuse_unless(slot, fine, ELSEWHERE);
     }
 }
@@ -305,9 +316,8 @@ fn leave_shared(plans: &mut [Result<Plan, (Plan, &'static str)>]) {
 
 fn refuse_unless(slot: &mut Result<Plan, (Plan, &'static str)>, fine: bool, why: &'static str) {
     if let (false, Ok(plan)) = (fine, &mut *slot) {
-        let plan =
-            Plan { place: plan.place.clone(), origins: std::mem::take(&mut plan.origins), blank: None };
-        *slot = Err((plan, why));
+        let (origins, masked) = (std::mem::take(&mut plan.origins), std::mem::take(&mut plan.masked));
+        *slot = Err((Plan { place: plan.place.clone(), origins, masked, blank: None }, why));
     }
 }
 

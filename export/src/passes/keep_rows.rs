@@ -90,6 +90,16 @@ enum Input {
     Unsqueezed(ValueId, i64),
 }
 
+impl Input {
+    /// The value, where it is not its form with two axes that is used.
+    fn flat(self) -> Option<ValueId> {
+        match self {
+            Input::Old(value) | Input::Unsqueezed(value, _) => Some(value),
+            Input::Split(_) => None,
+        }
+    }
+}
+
 /// The new form of a node's result.
 struct Split {
     old: ValueId,
@@ -102,6 +112,20 @@ enum Form {
     Node { node: Node, inputs: Vec<Option<Input>> },
     Reshape { x: Input, plan: Plan },
     GroupNorm { x: ValueId, norm: Node, groups: usize, channels: usize },
+}
+
+impl Form {
+    /// Values that it uses as they were.
+    fn flat_inputs(&self) -> Vec<ValueId> {
+        match self {
+            Form::Node { inputs, .. } => inputs.iter().flatten().filter_map(|input| input.flat()).collect(),
+            Form::Reshape { x, .. } => x.flat().into_iter().collect(),
+            Form::GroupNorm { x, norm, .. } => {
+                let parameters = norm.inputs.iter().skip(1).flatten();
+                std::iter::once(x).chain(parameters).copied().collect()
+            }
+        }
+    }
 }
 
 fn find(view: &View<'_>) -> (Option<Found>, Vec<super::Refusal>) {
@@ -288,15 +312,17 @@ impl Splitter<'_> {
         Ok(Form::Reshape { x: self.split(x, at)?, plan })
     }
 
-    /// The nodes, with those results marked that nodes outside still use flat.
+    /// The nodes, with those results marked that are still used flat: by nodes outside, or by new forms, as a stack of
+    /// second factors is.
     fn finish(mut self, root: NodeId) -> Result<Vec<(NodeId, Split)>, Why> {
         let mut nodes = std::mem::take(&mut self.nodes);
         let mut inside: HashSet<NodeId> = nodes.iter().map(|node| node.0).collect();
         inside.insert(root);
-        let captured = self.view.graph.captured();
+        let mut flat = self.view.graph.captured();
+        flat.extend(&self.view.graph.outputs);
+        flat.extend(nodes.iter().flat_map(|(_, split)| split.form.flat_inputs()));
         for (_, split) in &mut nodes {
-            let used = self.view.graph.outputs.contains(&split.old)
-                || captured.contains(&split.old)
+            let used = flat.contains(&split.old)
                 || self.view.uses(split.old).iter().any(|user| !inside.contains(user));
             split.flatten = if used { Some(self.flat(split.old).ok_or(UNKNOWN)?) } else { None };
         }
