@@ -13,7 +13,7 @@ use onnx_support::assert_others_accept_all;
 use tempfile::TempDir;
 use viaduct_export::{
     bundle::{Bundle, ExportRequest, export},
-    onnx::{Graph, Model, read_model},
+    onnx::{DType, Graph, Model, ValueType, read_model},
     weights::Checkpoint,
 };
 use viaduct_procedural::write_checkpoint;
@@ -213,10 +213,11 @@ fn every_linear_of_a_block_is_quantised() {
 /// Attention in f32 takes casts of its operands, and gives back what the graph computes in.
 #[test]
 fn attention_may_be_f32() {
-    let set = [("profiles.q8.attention".to_owned(), "f32".to_owned())];
+    let set = [("profiles.q8.attention", "f32")];
     for (set, math) in [(&[][..], DType::F16), (&set[..], DType::F32)] {
         let graph = exported(&klein_emoji(), "q8", None, set).models.remove("transformer").unwrap().graph;
-        let attentions: Vec<_> = graph.nodes().filter(|(_, node)| node.op_type == "MultiHeadAttention").collect();
+        let attentions: Vec<_> =
+            graph.nodes().filter(|(_, node)| node.op_type == "MultiHeadAttention").collect();
         assert_eq!(attentions.len(), 2 + 6);
         for (_, node) in attentions {
             for operand in node.inputs.iter().flatten() {
