@@ -50,6 +50,8 @@ pub enum ProfileError {
     Syntax(#[from] serde_json::Error),
     #[error("not a device profile: doctor found no device to describe{}", .0.as_deref().map(|problem| format!(" ({problem})")).unwrap_or_default())]
     NoDevice(Option<String>),
+    #[error("device profile: tuning: {0}")]
+    Tuning(&'static str),
     #[error("device profile: {field} is {value}; {expected}")]
     Value { field: &'static str, value: u64, expected: &'static str },
 }
@@ -101,6 +103,7 @@ impl DeviceProfile {
             ("max_buffer", self.max_buffer, if gpu { 128 * MIB } else { 1 }, BINDING),
             ("max_storage_buffers", u64::from(self.max_storage_buffers), if gpu { 4 } else { 1 }, BUFFERS),
         ];
+        self.tuning.check().map_err(ProfileError::Tuning)?;
         match rows.into_iter().find(|(_, value, least, _)| value < least) {
             Some((field, value, _, expected)) => Err(ProfileError::Value { field, value, expected }),
             None => Ok(()),

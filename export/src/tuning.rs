@@ -1,12 +1,21 @@
 //! Which of several right forms of a graph is the fastest on a device. `viaduct doctor --tune` measures it.
 
+use std::{fmt, ops::RangeInclusive};
+
 use serde::{Deserialize, Serialize};
 
-use crate::memory::PENDING_DISPATCHES;
+use crate::{bytes::ByteSize, memory::PENDING_DISPATCHES};
 
 /// WebGPU promises that a binding may cover this many bytes: the largest score tensor of attention on a device that was not
 /// measured.
 pub const PROMISED_BINDING: u64 = 128 << 20;
+
+/// Lengths of sequences that a tuning distinguishes.
+const MOST_LENGTHS: usize = 64;
+/// Smaller score tensors would cut long sequences into thousands of slices.
+const LEAST_SCORES: u64 = 1 << 20;
+/// What the WebGPU provider accepts.
+const DISPATCHES: RangeInclusive<u32> = 1..=4096;
 
 /// What was measured on a device, or what is taken where nothing was.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -61,6 +70,22 @@ impl Tuning {
         Tuning { attention: vec![TunedAttention { rows: 1, form }], ..self.clone() }
     }
 
+    /// What of it no measurement gives: it may come from a file.
+    pub fn check(&self) -> Result<(), &'static str> {
+        let bytes = self.attention.iter().map(|tuned| tuned.form.score_bytes());
+        if self.attention.len() > MOST_LENGTHS {
+            Err("attention has too many lengths")
+        } else if self.attention.iter().any(|tuned| tuned.rows == 0) {
+            Err("attention has a length of 0 rows")
+        } else if bytes.into_iter().any(|bytes| bytes < LEAST_SCORES) {
+            Err("attention has score_bytes below 1048576")
+        } else if !DISPATCHES.contains(&self.pending_dispatches) {
+            Err("pending_dispatches is none of 1 to 4096")
+        } else {
+            Ok(())
+        }
+    }
+
     /// The form of attention for a sequence of so many rows: that of the measured length which is nearest as a ratio. The
     /// fused operator is never the answer where it is not right.
     pub fn attention_at(&self, rows: usize) -> AttentionForm {
@@ -73,6 +98,18 @@ impl Tuning {
             Some(AttentionForm::Fused) if !self.fused_attention => AttentionForm::default(),
             Some(form) => form,
             None => AttentionForm::default(),
+        }
+    }
+}
+
+impl fmt::Display for AttentionForm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            AttentionForm::Fused => write!(f, "fused"),
+            AttentionForm::Written { score_bytes: u64::MAX } => write!(f, "written out whole"),
+            AttentionForm::Written { score_bytes } => {
+                write!(f, "written out, scores up to {}", ByteSize(*score_bytes))
+            }
         }
     }
 }
@@ -114,5 +151,23 @@ mod tests {
         assert_eq!(wrong.attention_at(1), AttentionForm::default());
         assert_eq!(Tuning::default().attention_at(5), AttentionForm::default());
         assert_eq!(Tuning::fused().attention_at(5), AttentionForm::Fused);
+    }
+
+    #[test]
+    fn what_nobody_measures_is_refused() {
+        assert_eq!(
+            [Tuning::default(), Tuning::fused(), Tuning::written(u64::MAX)].map(|t| t.check()),
+            [Ok(()); 3]
+        );
+        let of = |rows| TunedAttention { rows, form: AttentionForm::Fused };
+        for bad in [
+            Tuning { pending_dispatches: 0, ..Tuning::default() },
+            Tuning { pending_dispatches: 4097, ..Tuning::default() },
+            Tuning::written(0),
+            Tuning { attention: vec![of(0)], ..Tuning::default() },
+            Tuning { attention: vec![of(1); 65], ..Tuning::default() },
+        ] {
+            assert!(bad.check().is_err(), "{bad:?}");
+        }
     }
 }

@@ -65,7 +65,7 @@ impl Subject<'_> {
         let mut trials = Vec::with_capacity(count);
         for attention in forms {
             for pending_dispatches in DISPATCHES {
-                let name = format!("{attention:?}, {pending_dispatches} dispatches per submission");
+                let name = format!("attention {attention}, {pending_dispatches} dispatches per submission");
                 listener.on_event(Event::Stage { name, index: trials.len() + 1, count });
                 runtime.set_tuning(Tuning { pending_dispatches, ..own.always(attention) });
                 let step_seconds = self.fastest_step(measured, runtime, plan, listener)?;
@@ -73,8 +73,13 @@ impl Subject<'_> {
             }
         }
         listener.on_event(Event::Stage { name: "as tuned".to_owned(), index: count, count });
+        let rows = self.flux2.form().text_length() + measured.size.tokens();
+        let own_form = (own.attention_at(rows), own.pending_dispatches);
         runtime.set_tuning(own);
-        let tuned_step_seconds = self.fastest_step(measured, runtime, plan, listener)?;
+        // Of the tuning's own form the better time counts, if it was a trial, too: they differ by chance alone.
+        let again = trials.iter().filter(|trial| (trial.attention, trial.pending_dispatches) == own_form);
+        let again = again.map(|trial| trial.step_seconds).fold(f64::INFINITY, f64::min);
+        let tuned_step_seconds = self.fastest_step(measured, runtime, plan, listener)?.min(again);
         let best = trials.iter().map(|trial| trial.step_seconds).fold(tuned_step_seconds, f64::min);
         let (width, height) = (measured.size.width(), measured.size.height());
         Ok(Sweep { width, height, trials, tuned_step_seconds, tuned_over_best: tuned_step_seconds / best })

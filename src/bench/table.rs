@@ -1,6 +1,6 @@
 //! The measurements for people.
 
-use viaduct_export::{bytes::ByteSize, tuning::AttentionForm};
+use viaduct_export::bytes::ByteSize;
 
 use super::{
     Report, SizeReport, StageReport, Sweep,
@@ -96,11 +96,7 @@ pub fn sweep_table(sweep: &Sweep) -> String {
     trials.sort_by(|a, b| a.step_seconds.total_cmp(&b.step_seconds));
     let mut rows = vec![["attention", "dispatches", "s/step"].map(str::to_owned)];
     rows.extend(trials.iter().map(|trial| {
-        let attention = match trial.attention {
-            AttentionForm::Fused => "fused".to_owned(),
-            AttentionForm::Written { score_bytes } => format!("scores up to {}", ByteSize(score_bytes)),
-        };
-        [attention, trial.pending_dispatches.to_string(), figure(trial.step_seconds)]
+        [trial.attention.to_string(), trial.pending_dispatches.to_string(), figure(trial.step_seconds)]
     }));
     let Sweep { width, height, tuned_step_seconds, tuned_over_best, .. } = sweep;
     format!(

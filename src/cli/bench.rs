@@ -2,16 +2,18 @@
 
 use std::path::PathBuf;
 
+use anyhow::bail;
 use clap::Args;
 use viaduct_export::{arch::SizesRequest, bundle::Bundle};
 
 use super::{
-    DeviceArguments, ProgressArguments, memory::MemoryArguments, printer::print, progress::Progress,
+    DeviceArguments, ProgressArguments, exit::UsageError, memory::MemoryArguments, printer::print,
+    progress::Progress,
 };
 use crate::{
     bench::{Environment, Measured, Report, Subject, sweep_table, table},
     pipeline::{flux2::Flux2, size::TypedSize},
-    runtime::{Executor, KeptSessions, Runtime},
+    runtime::{Executor, KeptSessions, Provider, Runtime},
     tune::ceiling,
 };
 
@@ -62,6 +64,10 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let mut progress = Progress::new(arguments.progress.progress);
     let mut runtime = arguments.device.start(&mut progress)?;
     if arguments.sweep {
+        if runtime.device().provider == Provider::Cpu {
+            let message = "--sweep: the CPU provider has nothing to choose among; --ep webgpu has";
+            bail!(UsageError(message.to_owned()));
+        }
         return sweep(
             arguments,
             &Subject { bundle: &bundle, flux2: &flux2 },
@@ -103,19 +109,21 @@ fn sweep(
     runtime: &mut Runtime,
     mut progress: Progress,
 ) -> anyhow::Result<()> {
-    let mut sweeps = Vec::with_capacity(pictures.len());
-    for measured in pictures {
+    let plan_of = |measured: &Measured, runtime: &Runtime| {
         let (width, height) = (measured.size.width(), measured.size.height());
         let picture = SizesRequest { width, height, steps: measured.steps, halvings: 0 };
-        let mut plan = |runtime: &Runtime| {
-            let quiet = &mut |_| ();
-            arguments.memory.plan(subject.bundle, &picture, runtime.device(), false, true, quiet)
-        };
+        arguments.memory.plan(subject.bundle, &picture, runtime.device(), false, true, &mut |_| ())
+    };
+    // All at first, so that a size that does not fit is refused before the work.
+    pictures.iter().try_for_each(|measured| plan_of(measured, runtime).map(drop))?;
+    let mut sweeps = Vec::with_capacity(pictures.len());
+    for measured in pictures {
+        let mut plan = |runtime: &Runtime| plan_of(&measured, runtime);
         sweeps.push(subject.sweep(measured, runtime, &mut plan, &mut progress)?);
     }
     drop(progress);
     print(&match arguments.json {
-        true => format!("{}\n", serde_json::to_string(&sweeps)?),
+        true => format!("{}\n", serde_json::json!({ "sweeps": sweeps })),
         false => sweeps.iter().map(sweep_table).collect(),
     })
 }

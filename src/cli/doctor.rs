@@ -5,13 +5,16 @@ use clap::Args;
 use serde_json::{Value, json};
 use viaduct_export::{
     bytes::ByteSize,
-    tuning::{AttentionForm, TunedAttention, Tuning},
+    tuning::{TunedAttention, Tuning},
 };
 
-use super::{DeviceArguments, ProgressArguments, ProgressStyle, exit::UsageError, progress::Progress};
+use super::{
+    DeviceArguments, ProgressArguments, ProgressStyle, exit::UsageError, printer, progress::Progress,
+};
 use crate::{
     runtime::{
-        Adapter, Device, DeviceKind, Provider, Runtime, RuntimeError, adapters, keep_tuning,
+        Adapter, Device, DeviceKind, Provider, Runtime, RuntimeError, adapters, check_tuning_folder,
+        keep_tuning,
         memory::{GpuMemory, HostMemory, MemorySource, Pool},
     },
     tune::{AttentionTime, LinearRate, Measured, tune},
@@ -45,7 +48,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         if let Some(measured) = measured {
             report["measured"] = serde_json::to_value(measured)?;
         }
-        println!("{report}");
+        printer::print(&format!("{report}\n"))?;
     } else {
         if let Some(measured) = &measured {
             print_measured(measured);
@@ -60,8 +63,12 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
 fn measure(runtime: &mut Runtime, style: ProgressStyle) -> anyhow::Result<Measured> {
     if runtime.device().provider == Provider::Cpu {
         let why = runtime.device().note.clone().unwrap_or_else(|| "--ep cpu was asked for".to_owned());
-        bail!(UsageError(format!("nothing is tuned for the CPU provider, which would run here ({why})")));
+        let hint = "; --ep webgpu tunes for a software adapter, too";
+        bail!(UsageError(format!(
+            "nothing is tuned for the CPU provider, which would run here ({why}){hint}"
+        )));
     }
+    check_tuning_folder()?;
     let mut progress = Progress::new(style);
     let measured = tune(runtime, &mut progress)?;
     drop(progress);
@@ -237,7 +244,6 @@ fn print_tuning(tuning: &Tuning) {
     let fused = if tuning.fused_attention { "right" } else { "wrong or not tried, never used" };
     println!("tuning    fused attention: {fused}");
     for TunedAttention { rows, form } in &tuning.attention {
-        let form = form_in_words(*form);
         println!("          attention over about {rows} rows: {form}");
     }
     println!("          {} dispatches per submission", tuning.pending_dispatches);
@@ -254,7 +260,7 @@ fn print_measured(measured: &Measured) {
     }
     for time in &measured.attention {
         let AttentionTime { rows, form, seconds, rate } = time;
-        let (form, ms, rate) = (form_in_words(*form), seconds * 1e3, rate_in_words(*rate));
+        let (form, ms, rate) = (form, seconds * 1e3, rate_in_words(*rate));
         println!("measured  attention over {rows} rows, {form}: {ms:.3} ms, {rate}");
     }
     for (count, seconds) in &measured.dispatches {
@@ -266,15 +272,6 @@ fn print_measured(measured: &Measured) {
         println!(
             "measured  {bits}-bit weights in blocks of {block}, accuracy level {accuracy_level}: {rate}"
         );
-    }
-}
-
-fn form_in_words(form: AttentionForm) -> String {
-    match form {
-        AttentionForm::Fused => "fused".to_owned(),
-        AttentionForm::Written { score_bytes } => {
-            format!("written out, scores up to {}", ByteSize(score_bytes))
-        }
     }
 }
 

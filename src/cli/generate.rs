@@ -147,7 +147,9 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         if index + 1 == requests.len() {
             end(&position);
         }
-        write_picture(&files[index], existing, id.as_deref(), &png)
+        write_picture(&files[index], existing, id.as_deref(), &png)?;
+        position.lock().unwrap_or_else(PoisonError::into_inner).drawn = index + 1;
+        Ok(())
     };
     let alone = match &requests[..] {
         [request] => Some(flux2.draw(request, &mut run)?),
@@ -233,6 +235,8 @@ struct Position {
     stage: Option<String>,
     /// Whether something is on disk that the same command goes on from.
     kept: bool,
+    /// Pictures that are written.
+    drawn: usize,
 }
 
 type SharedPosition = Arc<Mutex<Position>>;
@@ -293,7 +297,8 @@ fn stop_on_interrupt(
     kept: bool,
     exchange: Option<&Exchange>,
 ) -> anyhow::Result<SharedPosition> {
-    let place = SharedPosition::new(Mutex::new(Position { stage: Some("text_encoder".to_owned()), kept }));
+    let place =
+        SharedPosition::new(Mutex::new(Position { stage: Some("text_encoder".to_owned()), kept, drawn: 0 }));
     let (at, last_word) = (place.clone(), progress.last_word());
     let exchange = exchange.map(|exchange| exchange.path().to_owned());
     on_interrupt(move |signal| {
@@ -301,9 +306,12 @@ fn stop_on_interrupt(
         let position = at.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(stage) = position.stage.as_ref() else { return };
         let _held = atomic_file::hold_writes();
-        let event = Event::warning(match position.kept {
-            true => format!("interrupted in stage {stage}; the same command goes on from there"),
-            false => format!("interrupted in stage {stage}; nothing was kept"),
+        let event = Event::warning(match (position.kept, position.drawn) {
+            (true, _) => format!("interrupted in stage {stage}; the same command goes on from there"),
+            (false, 0) => format!("interrupted in stage {stage}; nothing was kept"),
+            (false, drawn) => {
+                format!("interrupted in stage {stage}; the {drawn} pictures that are written stay")
+            }
         });
         let _ = exchange.map(fs::remove_dir_all);
         within(LAST_WORD, move || last_word(event));

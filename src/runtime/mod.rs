@@ -33,7 +33,7 @@ pub use lower::{Attention, LowerError, Lowered, lower};
 pub use memory_meter::{MemoryMeter, MemoryPeaks};
 pub use settings::Settings;
 pub use stage::{Stage, StageModel, TensorInfo};
-pub use tuned::{KeepError, MeasuredOn, keep_tuning};
+pub use tuned::{KeepError, MeasuredOn, check_tuning_folder, keep_tuning};
 pub use vulkan::{Adapter, adapters};
 pub use warm::KeptSessions;
 pub use watchdog::{Guard, StagePeak, Stopped, Watchdog, volunteer_for_oom_killer};

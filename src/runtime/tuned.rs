@@ -40,7 +40,7 @@ pub enum KeepError {
     NoFolder,
     #[error(transparent)]
     File(#[from] FileError),
-    #[error("cannot make {}: {source}", path.display())]
+    #[error("what is measured cannot be kept in {}: {source}; VIADUCT_TUNING names another folder", path.display())]
     Folder { path: PathBuf, source: std::io::Error },
 }
 
@@ -93,17 +93,20 @@ fn read(path: &PathBuf) -> Option<Kept> {
     const MOST: u64 = 1 << 20;
     let size = fs::metadata(path).ok().filter(fs::Metadata::is_file)?.len();
     let text = if size <= MOST { fs::read(path).ok()? } else { return None };
-    serde_json::from_slice(&text).ok()
+    serde_json::from_slice(&text).ok().filter(|kept: &Kept| kept.tuning.check().is_ok())
 }
 
-/// Keeps a tuning for later runs on the device; the file.
+/// Whether a tuning could be kept, before it is measured; the folder is made.
+pub fn check_tuning_folder() -> Result<(), KeepError> {
+    let folder = folder().ok_or(KeepError::NoFolder)?;
+    let writable = fs::create_dir_all(&folder).and_then(|()| tempfile::tempfile_in(&folder));
+    writable.map(drop).map_err(|source| KeepError::Folder { path: folder, source })
+}
+
+/// Keeps a tuning for later runs on the device; the file. See [`check_tuning_folder`].
 pub fn keep_tuning(device: &Device, tuning: &Tuning) -> Result<PathBuf, KeepError> {
     let on = MeasuredOn::of(device);
     let path = on.file().ok_or(KeepError::NoFolder)?;
-    if let Some(folder) = path.parent() {
-        let failed = |source| KeepError::Folder { path: folder.to_owned(), source };
-        fs::create_dir_all(folder).map_err(failed)?;
-    }
     let kept = Kept { on, tuning: tuning.clone() };
     write_with(&path, Existing::Replace, |file| {
         serde_json::to_writer_pretty(&mut *file, &kept)?;

@@ -48,19 +48,34 @@ def main() -> None:
     configs = preset_configs(arguments.preset)
     for component, key, value in arguments.set:
         configs[component][key] = value
-    shapes = {component: COMPONENTS[component](configs[component]) for component in arguments.only}
+    try:
+        shapes = {component: COMPONENTS[component](configs[component]) for component in arguments.only}
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+        sys.exit(f"tools/synth: no checkpoint has such a config: {error!r}")
     if arguments.list:
         lines = (f"{name}\t{list(shape)}" for tensors in shapes.values() for name, shape in tensors.items())
         print("\n".join(lines))
         return
     started = time.monotonic()
+    if arguments.dest.exists():
+        sys.exit(f"tools/synth: {arguments.dest} exists")
+    try:
+        write_checkpoint(arguments, configs, shapes)
+    except BaseException as error:
+        shutil.rmtree(arguments.dest, ignore_errors=True)
+        if isinstance(error, (ArithmeticError, OSError, TypeError, ValueError)):
+            sys.exit(f"tools/synth: {arguments.dest}: {error!r}")
+        raise
+    total = sum(map(size, shapes.values()))
+    print(f"{arguments.dest}: {total / 1e9:.2f} GB of weights in {time.monotonic() - started:.1f} s")
+
+
+def write_checkpoint(arguments: argparse.Namespace, configs: Configs, shapes: dict) -> None:
     write_small_files(arguments.dest, arguments.preset, configs)
     pool = Pool(arguments.seed)
     for component, tensors in shapes.items():
         name, most_bytes = FILES[component]
         write_weights(arguments.dest / component, name, tensors, pool, most_bytes)
-    total = sum(map(size, shapes.values()))
-    print(f"{arguments.dest}: {total / 1e9:.2f} GB of weights in {time.monotonic() - started:.1f} s")
 
 
 def parse_arguments() -> argparse.Namespace:

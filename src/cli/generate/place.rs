@@ -9,7 +9,7 @@ use crate::{
         event::{Event, Listener},
         runs::Runs,
     },
-    plan::Plan,
+    plan::{OverBudget, Plan},
     runtime::{Executor, KeptSessions},
 };
 
@@ -62,17 +62,19 @@ impl Place {
         progress: &mut Progress,
     ) -> anyhow::Result<Option<Place>> {
         let runtime = arguments.device.start(progress)?;
-        let plan =
-            arguments.memory.plan(bundle, picture, runtime.device(), arguments.force, true, progress)?;
-        if !plan.may_stay_loaded {
-            let message = format!(
-                "--keep-loaded: the stages do not fit beside each other into {}; they are opened one at a time",
-                plan.budget
-            );
-            progress.on_event(Event::warning(message));
-            return Ok(None);
-        }
-        let executor = Box::new(KeptSessions::new(runtime));
-        Ok(Some(Place { executor, plan, exchange: None, kept: true }))
+        let plan = arguments.memory.plan(bundle, picture, runtime.device(), arguments.force, true, progress);
+        let problem = match plan {
+            Ok(plan) if plan.may_stay_loaded => {
+                let executor = Box::new(KeptSessions::new(runtime));
+                return Ok(Some(Place { executor, plan, exchange: None, kept: true }));
+            }
+            Ok(plan) => format!("the stages do not fit beside each other into {}", plan.budget),
+            // In processes of their own, stages take less of the host.
+            Err(error) if error.is::<Box<OverBudget>>() || error.is::<OverBudget>() => error.to_string(),
+            Err(error) => return Err(error),
+        };
+        let message = format!("--keep-loaded: {problem}; stages are opened one at a time");
+        progress.on_event(Event::warning(message));
+        Ok(None)
     }
 }
