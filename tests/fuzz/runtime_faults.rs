@@ -26,14 +26,17 @@ pub fn sees_contradiction(problem: &str) -> bool {
     CONTRADICTIONS.iter().any(|message| problem.contains(message))
 }
 
-/// Its CPU provider ends the process over some graphs in f16 (of a Transpose, a MatMul and an Add, for example), and over
-/// a Split with more outputs than it says.
+/// Its CPU provider ends the process over some graphs in f16 (of a Transpose, a MatMul and an Add, for example), over a
+/// Split with more outputs than it says, and over a LayerNormalization of constants whose bias has an empty name.
 pub fn may_die_of(model: &Model) -> bool {
     let says_other = |node: &Node| {
         node.is("Split") && node.int("num_outputs").is_some_and(|said| said != node.outputs.len() as i64)
     };
+    // A bias that is named as left out, where the other operands are constants: it is folded without one.
+    let leaves_out_bias =
+        |node: &Node| node.is("LayerNormalization") && node.inputs.len() == 3 && node.input(2).is_none();
     model.graph.values().any(|(_, value)| dtype(value) == Some(DType::F16))
-        || model.graph.nodes().any(|(_, node)| says_other(node))
+        || model.graph.nodes().any(|(_, node)| says_other(node) || leaves_out_bias(node))
 }
 
 /// Fusing a LayerNormalization over all axes, it takes the value that is normalised for the bias. Should this fail, the
