@@ -2,7 +2,7 @@ use viaduct_export::onnx::DType;
 
 use crate::{
     foreign::foreign,
-    runtime_support::{Feeds, Net, tensor},
+    runtime_support::{Feeds, Net, int, tensor},
     same::{Bar, one, rewrite},
     written,
 };
@@ -48,6 +48,15 @@ fn a_division_of_scores_is_a_scale() {
     let after = one(&net.model(&["y"]), "fix_attention_scale", &feeds, Bar::Relative(1e-6));
     assert_eq!(after.applied(), 1);
     assert!(!after.operators().contains_key("Div"));
+}
+
+#[test]
+fn scores_that_two_attentions_share_are_scaled_once() {
+    let (mut net, feeds) = scaled_scores(DType::F32, 2.8, "Div");
+    net.node("Softmax", &["scores"], "weights2", &[("axis", int(-1))]);
+    net.node("MatMul", &["weights2", "v4"], "z", &[]);
+    let after = one(&net.model(&["y", "z"]), "fix_attention_scale", &feeds, Bar::Relative(1e-6));
+    assert_eq!(after.applied(), 1);
 }
 
 #[test]

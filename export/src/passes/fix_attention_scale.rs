@@ -8,6 +8,8 @@
 //! at most one, so that nothing grows that did not before. Refused: a scale that is not known before the run, one that
 //! f16 cannot hold, other types than f32 and f16.
 
+use std::collections::HashSet;
+
 use super::{
     Outcome, Pass, PassError, Replacement, Settings, View,
     attention::{Attention, attentions, scaled},
@@ -39,10 +41,11 @@ struct Fix {
 fn run(model: &mut Model, _: &Settings) -> Result<Outcome, PassError> {
     let mut outcome = Outcome::default();
     let view = View::of(model);
-    let mut fixes = Vec::new();
+    let (mut fixes, mut roots) = (Vec::new(), HashSet::new());
     for attention in attentions(&view) {
         match fix(&view, &attention) {
-            Ok(found) => fixes.extend(found),
+            // Several attentions may share their scores.
+            Ok(found) => fixes.extend(found.filter(|fix| roots.insert(fix.root))),
             Err(why) => outcome.refuse(view.graph.place(attention.scores.product), why),
         }
     }
