@@ -125,11 +125,11 @@ fn attentions(
         .map(|(id, node)| {
             // Devices are tested with the operator without a mask only.
             let maskless = node.input(5).is_none();
-            let rows = node.input(1).and_then(|keys| known.size(keys, 1));
-            let form = match maskless && settings.fuses(device, rows.unwrap_or(1)) {
+            let rows = node.input(1).and_then(|keys| known.size(keys, 1)).unwrap_or(1);
+            let form = match maskless && settings.fuses(device, rows) {
                 true => Form::Fused,
                 false => {
-                    let limit = settings.score_bytes(device, rows.unwrap_or(1));
+                    let limit = settings.score_bytes(device, rows);
                     Form::Written(written(node, &known, limit)?)
                 }
             };

@@ -70,7 +70,7 @@ fn graph(scale: &Scale, [bits, block, accuracy_level]: [usize; 3], dtype: DType)
         ("accuracy_level", accuracy_level),
     ];
     let attributes = attributes.map(|(name, value)| (name, Attribute::Int(value as i64)));
-    let mut layer = |index: usize| {
+    let layer = |graph: &mut Builder, index: usize| {
         let shape = [outputs, blocks, block * bits / 8];
         let bytes = (0..shape.iter().product()).map(|i: usize| codes(i + index)).collect();
         let weight = graph.constant(&format!("codes{index}"), Tensor::inline(DType::U8, &shape, bytes));
@@ -83,8 +83,11 @@ fn graph(scale: &Scale, [bits, block, accuracy_level]: [usize; 3], dtype: DType)
         let y = graph.contrib("MatMulNBits", &[x, weight, scales], &attributes);
         graph.slice(y, 1, 0, 1)
     };
-    let rows: Vec<_> = (0..LAYERS).map(&mut layer).collect();
-    let y = rows.into_iter().reduce(|a, b| graph.add(a, b)).expect("there are layers");
+    let first = layer(&mut graph, 0);
+    let y = (1..LAYERS).fold(first, |sum, index| {
+        let y = layer(&mut graph, index);
+        graph.add(sum, y)
+    });
     graph.output(y, "y", &[1, 1, outputs].map(Dim::Fixed));
     graph.finish()
 }

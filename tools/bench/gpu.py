@@ -168,7 +168,9 @@ def outcome(finished: Finished) -> dict:
     except json.JSONDecodeError:
         result = None
     words = finished.stderr.strip().splitlines() or [""]
-    return {"result": result, "said": ""} if isinstance(result, dict) else {"said": words[-1]}
+    if not isinstance(result, dict):
+        return {"said": words[-1]}
+    return {"result": result, "said": result.get("error", "")}
 
 
 def print_table(bench: Bench) -> None:

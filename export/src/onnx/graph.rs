@@ -122,6 +122,13 @@ impl Graph {
         self.by_name.get(name).copied()
     }
 
+    /// The name, or one that begins with it if a value has it.
+    pub fn free_name(&self, name: &str) -> String {
+        let is_free = |name: &String| self.find(name).is_none();
+        let others = (2..).map(|n: usize| format!("{name}.{n}"));
+        std::iter::once(name.to_owned()).chain(others).find(is_free).unwrap_or_default()
+    }
+
     /// Gives a value another name; a value that had that name before loses it to `by_name`, so names stay unique only
     /// if the caller's are.
     pub fn rename(&mut self, id: ValueId, name: &str) {

@@ -32,13 +32,8 @@ impl<'g> Replacement<'g> {
 
     /// A constant under the given name, or a name that begins with it if it is taken.
     pub fn named_constant(&mut self, name: &str, tensor: Tensor) -> ValueId {
-        let mut unique = name.to_owned();
-        let mut tries = 1;
-        while self.graph.find(&unique).is_some() {
-            tries += 1;
-            unique = format!("{name}.{tries}");
-        }
-        self.graph.add_constant(&unique, tensor)
+        let name = self.graph.free_name(name);
+        self.graph.add_constant(&name, tensor)
     }
 
     pub fn ints(&mut self, values: &[i64]) -> ValueId {

@@ -178,7 +178,7 @@ fn bind_to_parent(parent: u32) -> std::io::Result<()> {
 fn in_words(status: ExitStatus) -> String {
     match (status.signal(), status.code()) {
         (Some(libc::SIGKILL), _) => {
-            "was killed by signal 9: the system may have run out of memory; the same command goes on from what is done, or try a smaller size".to_owned()
+            "was killed by signal 9: the system may have run out of memory; what is done of a single picture is kept for the same command; or try a smaller size".to_owned()
         }
         (Some(signal), _) => format!("was ended by signal {signal}: the driver or ONNX Runtime crashed"),
         (None, Some(code)) => format!("ended by itself with code {code}"),

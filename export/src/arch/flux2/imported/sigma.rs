@@ -58,7 +58,7 @@ fn widened(graph: &mut Graph, id: NodeId, wide: &HashSet<ValueId>) -> Option<Nod
     }
     for input in node.inputs.iter_mut().flatten().filter(|value| !wide.contains(value)) {
         let tensor = graph[*input].constant.clone().filter(|_| !graph.inputs.contains(input))?;
-        let name = free_name(graph, &format!("{}.f32", graph[*input].name));
+        let name = graph.free_name(&format!("{}.f32", graph[*input].name));
         *input = graph.add_constant(&name, quant::cast(tensor, DType::F32).ok()?);
     }
     Some(node)
@@ -69,7 +69,7 @@ fn narrow_inputs(graph: &mut Graph, id: NodeId, wide: &HashSet<ValueId>) {
     let mut node = graph[id].clone();
     let mut nodes = Vec::new();
     for input in node.inputs.iter_mut().flatten().filter(|value| wide.contains(value)) {
-        let name = free_name(graph, &format!("{}.f16", graph[*input].name));
+        let name = graph.free_name(&format!("{}.f16", graph[*input].name));
         let narrow = graph.value(&name);
         nodes.push(Node {
             op_type: "Cast".to_owned(),
@@ -83,12 +83,6 @@ fn narrow_inputs(graph: &mut Graph, id: NodeId, wide: &HashSet<ValueId>) {
     }
     nodes.push(node);
     graph.replace_node(id, nodes);
-}
-
-fn free_name(graph: &Graph, name: &str) -> String {
-    let others = (2..).map(|n| format!("{name}.{n}"));
-    let free = [name.to_owned()].into_iter().chain(others).find(|name| graph.find(name).is_none());
-    free.unwrap_or_default()
 }
 
 #[cfg(test)]
