@@ -4,7 +4,7 @@ mod runtime_support;
 
 use std::{collections::BTreeMap, fs, path::Path};
 
-use runtime_support::{Net, cases, cpu, int, noise, relative_error, run};
+use runtime_support::{Net, cases, cpu, float, int, noise, relative_error, run, tensor};
 use viaduct::{
     runtime::{DeviceKind, Provider, Runtime, RuntimeError, Settings, Stage, StageModel, lower},
     tensor::{HostTensor, TensorFile, Values, as_bytes},
@@ -222,6 +222,39 @@ fn the_rows_of_masked_attention_follow_from_the_graph() {
     assert_eq!(lowered.attention.last().unwrap().chunks, Some(3));
     let found = run(&mut cpu(), &model, &feeds, &["z"]).unwrap();
     assert!(relative_error(&found[0].to_f32(), &expected[0].to_f32()) <= 1e-6);
+}
+
+/// A head of zeros, of ordinary values and of some whose squares leave f16's range; both forms agree, and only rows enough
+/// without a need to save memory are written out.
+#[test]
+fn norms_of_heads_are_written_out_where_that_is_faster() {
+    const ROWS: usize = 6;
+    let device = DeviceProfile {
+        tuning: Tuning { written_head_norms: Some(ROWS), ..Tuning::fused() },
+        ..cpu().device().profile()
+    };
+    for (dtype, bar) in [(DType::F32, 1e-6), (DType::F16, 2e-3)] {
+        let mut net = Net::new(dtype);
+        net.x("x", &[1, ROWS, 3, 16]).float("w", &[16], &noise(1, 16));
+        net.node("RMSNormalization", &["x", "w"], "y", &[("axis", int(-1)), ("epsilon", float(1e-6))]);
+        let factors = [0.0, 1.0, 3000.0];
+        let x = noise(2, ROWS * 48).into_iter().enumerate().map(|(i, x)| x * factors[i / 16 % 3]);
+        let x = tensor(dtype, &[1, ROWS, 3, 16], &x.collect::<Vec<_>>());
+        let feeds = vec![("x".to_owned(), x)];
+        let model = net.model(&["y"]);
+        let expected = run(&mut cpu(), &model, &feeds, &["y"]).unwrap()[0].to_f32();
+        let operators = |device: &DeviceProfile, settings: &Settings| {
+            let mut lowered = model.clone();
+            lower(&mut lowered, device, &BTreeMap::new(), &[], settings).unwrap();
+            let found = run(&mut cpu(), &lowered, &feeds, &["y"]).unwrap()[0].to_f32();
+            assert!(relative_error(&found, &expected) <= bar, "{dtype:?}");
+            lowered.graph.nodes().any(|(_, node)| node.is("RMSNormalization"))
+        };
+        assert!(!operators(&device, &Settings::default()));
+        assert!(operators(&device, &Settings { halvings: 1, ..Settings::default() }));
+        let tuning = Tuning { written_head_norms: Some(ROWS + 1), ..Tuning::fused() };
+        assert!(operators(&DeviceProfile { tuning, ..device.clone() }, &Settings::default()));
+    }
 }
 
 /// Weights in a file beside the model, and behind a link as in a Hub cache:

@@ -27,6 +27,10 @@ pub struct Tuning {
     pub attention: Vec<TunedAttention>,
     /// Dispatches that WebGPU records before it submits them, where memory allows.
     pub pending_dispatches: u32,
+    /// The fewest rows of a sequence for which the norm of an attention's heads is written out, where memory allows; none
+    /// where the operator is always as fast. See [`crate::passes::HeadNorm`].
+    #[serde(default)]
+    pub written_head_norms: Option<usize>,
 }
 
 /// What is fastest for sequences of about this many rows.
@@ -50,7 +54,12 @@ pub enum AttentionForm {
 impl Default for Tuning {
     /// A WebGPU device that was not measured.
     fn default() -> Tuning {
-        Tuning { fused_attention: false, attention: Vec::new(), pending_dispatches: PENDING_DISPATCHES }
+        Tuning {
+            fused_attention: false,
+            attention: Vec::new(),
+            pending_dispatches: PENDING_DISPATCHES,
+            written_head_norms: None,
+        }
     }
 }
 
@@ -79,6 +88,8 @@ impl Tuning {
             Err("attention has a length of 0 rows")
         } else if bytes.into_iter().any(|bytes| bytes < LEAST_SCORES) {
             Err("attention has score_bytes below 1048576")
+        } else if self.written_head_norms == Some(0) {
+            Err("written_head_norms is 0 rows")
         } else if !DISPATCHES.contains(&self.pending_dispatches) {
             Err("pending_dispatches is none of 1 to 4096")
         } else {
@@ -165,6 +176,7 @@ mod tests {
             Tuning { pending_dispatches: 4097, ..Tuning::default() },
             Tuning::written(0),
             Tuning { attention: vec![of(0)], ..Tuning::default() },
+            Tuning { written_head_norms: Some(0), ..Tuning::default() },
             Tuning { attention: vec![of(1); 65], ..Tuning::default() },
         ] {
             assert!(bad.check().is_err(), "{bad:?}");

@@ -1,5 +1,7 @@
 //! A step under every form that `doctor --tune` chooses among: whether its choice is the best for a bundle.
 
+use std::fmt;
+
 use serde::Serialize;
 use viaduct_export::tuning::{AttentionForm, Tuning};
 
@@ -39,8 +41,20 @@ pub struct Sweep {
 pub struct Trial {
     pub attention: AttentionForm,
     pub pending_dispatches: u32,
+    pub written_head_norms: Option<usize>,
     /// Of the fastest warm step.
     pub step_seconds: f64,
+}
+
+impl fmt::Display for Trial {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Trial { attention, pending_dispatches, .. } = self;
+        let norms = if self.written_head_norms.is_some() { "written out" } else { "as operators" };
+        write!(
+            f,
+            "attention {attention}, {pending_dispatches} dispatches per submission, norms of heads {norms}"
+        )
+    }
 }
 
 /// Makes the plan of a picture for the runtime's device as it is tuned.
@@ -61,23 +75,35 @@ impl Subject<'_> {
         let written = written.map(|score_bytes| AttentionForm::Written { score_bytes });
         let forms: Vec<_> =
             own.fused_attention.then_some(AttentionForm::Fused).into_iter().chain(written).collect();
-        let count = forms.len() * DISPATCHES.len() + 1;
+        let with_dispatches = |tuning: Tuning| {
+            DISPATCHES.map(|pending_dispatches| Tuning { pending_dispatches, ..tuning.clone() })
+        };
+        let with_norms = |tuning: Tuning| {
+            [None, Some(1)].map(|written_head_norms| Tuning { written_head_norms, ..tuning.clone() })
+        };
+        let tunings = forms.into_iter().map(|form| (form, own.always(form)));
+        let tunings = tunings.flat_map(|(form, tuning)| with_dispatches(tuning).map(|tuning| (form, tuning)));
+        let tunings = tunings.flat_map(|(form, tuning)| with_norms(tuning).map(|tuning| (form, tuning)));
+        let tunings: Vec<_> = tunings.collect();
+        let count = tunings.len() + 1;
         let mut trials = Vec::with_capacity(count);
-        for attention in forms {
-            for pending_dispatches in DISPATCHES {
-                let name = format!("attention {attention}, {pending_dispatches} dispatches per submission");
-                listener.on_event(Event::Stage { name, index: trials.len() + 1, count });
-                runtime.set_tuning(Tuning { pending_dispatches, ..own.always(attention) });
-                let step_seconds = self.fastest_step(measured, runtime, plan, listener)?;
-                trials.push(Trial { attention, pending_dispatches, step_seconds });
-            }
+        for (attention, tuning) in tunings {
+            let Tuning { pending_dispatches, written_head_norms, .. } = tuning;
+            let mut trial = Trial { attention, pending_dispatches, written_head_norms, step_seconds: 0.0 };
+            listener.on_event(Event::Stage { name: trial.to_string(), index: trials.len() + 1, count });
+            runtime.set_tuning(tuning);
+            trial.step_seconds = self.fastest_step(measured, runtime, plan, listener)?;
+            trials.push(trial);
         }
         listener.on_event(Event::Stage { name: "as tuned".to_owned(), index: count, count });
         let rows = self.flux2.form().text_length() + measured.size.tokens();
-        let own_form = (own.attention_at(rows), own.pending_dispatches);
+        let writes_norms = own.written_head_norms.is_some_and(|least| rows >= least);
+        let own_form = (own.attention_at(rows), own.pending_dispatches, writes_norms);
         runtime.set_tuning(own);
         // Of the tuning's own form the better time counts, if it was a trial, too: they differ by chance alone.
-        let again = trials.iter().filter(|trial| (trial.attention, trial.pending_dispatches) == own_form);
+        let form =
+            |trial: &Trial| (trial.attention, trial.pending_dispatches, trial.written_head_norms.is_some());
+        let again = trials.iter().filter(|trial| form(trial) == own_form);
         let again = again.map(|trial| trial.step_seconds).fold(f64::INFINITY, f64::min);
         let tuned_step_seconds = self.fastest_step(measured, runtime, plan, listener)?.min(again);
         let best = trials.iter().map(|trial| trial.step_seconds).fold(tuned_step_seconds, f64::min);

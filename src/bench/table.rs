@@ -94,9 +94,11 @@ fn figure(value: f64) -> String {
 pub fn sweep_table(sweep: &Sweep) -> String {
     let mut trials: Vec<_> = sweep.trials.iter().collect();
     trials.sort_by(|a, b| a.step_seconds.total_cmp(&b.step_seconds));
-    let mut rows = vec![["attention", "dispatches", "s/step"].map(str::to_owned)];
+    let mut rows = vec![["attention", "dispatches", "norms of heads", "s/step"].map(str::to_owned)];
     rows.extend(trials.iter().map(|trial| {
-        [trial.attention.to_string(), trial.pending_dispatches.to_string(), figure(trial.step_seconds)]
+        let norms = if trial.written_head_norms.is_some() { "written out" } else { "operator" };
+        let dispatches = trial.pending_dispatches.to_string();
+        [trial.attention.to_string(), dispatches, norms.to_owned(), figure(trial.step_seconds)]
     }));
     let Sweep { width, height, tuned_step_seconds, tuned_over_best, .. } = sweep;
     format!(

@@ -17,7 +17,7 @@ use crate::{
         keep_tuning,
         memory::{GpuMemory, HostMemory, MemorySource, Pool},
     },
-    tune::{AttentionTime, LinearRate, Measured, tune},
+    tune::{AttentionTime, HeadNormTime, LinearRate, Measured, tune},
 };
 
 /// Show adapters, drivers, limits, memory and runtime versions, and what to install if something is missing.
@@ -247,6 +247,10 @@ fn print_tuning(tuning: &Tuning) {
         println!("          attention over about {rows} rows: {form}");
     }
     println!("          {} dispatches per submission", tuning.pending_dispatches);
+    match tuning.written_head_norms {
+        Some(rows) => println!("          norms of heads: written out from {rows} rows on"),
+        None => println!("          norms of heads: as operators"),
+    }
 }
 
 fn print_measured(measured: &Measured) {
@@ -265,6 +269,12 @@ fn print_measured(measured: &Measured) {
     }
     for (count, seconds) in &measured.dispatches {
         println!("measured  {count} dispatches per submission: {:.3} ms", seconds * 1e3);
+    }
+    for HeadNormTime { rows, operator, written } in &measured.head_norms {
+        let [operator, written] = [operator, written].map(|seconds| seconds * 1e3);
+        println!(
+            "measured  norms of heads over {rows} rows: {operator:.3} ms as an operator, {written:.3} ms written out"
+        );
     }
     for linear in &measured.linears {
         let LinearRate { bits, block, accuracy_level, rate } = linear;

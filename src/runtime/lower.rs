@@ -1,4 +1,4 @@
-//! Makes a device-neutral graph fit one device: the form of attention, and which values can be looked at.
+//! Makes a device-neutral graph fit one device: the forms of attention and of its norms, and which values can be looked at.
 //!
 //! Bundles carry attention as com.microsoft `MultiHeadAttention` over q, k and v [1, rows, heads*d], with a mask or not.
 //! With a mask, and wherever that operator is wrong or slow, it is written out here, in slices of the queries, so that
@@ -9,7 +9,7 @@ use std::{cell::OnceCell, collections::BTreeMap};
 use viaduct_export::{
     device::DeviceProfile,
     onnx::{DType, Dim, Model, Node, NodeId, ValueId, ValueType},
-    passes::{self, MAX_SLICES, MultiHead},
+    passes::{self, HeadNorm, MAX_SLICES, MultiHead},
     shapes::{Shapes, infer},
 };
 
@@ -65,11 +65,15 @@ pub fn lower(
 ) -> Result<Lowered, LowerError> {
     let mut lowered = Lowered::default();
     let plans = attentions(model, dims, device, settings)?;
+    let norms = settings.written_head_norms(device).map(|rows| head_norms(model, dims, rows));
     for plan in plans {
         lowered.attention.push(plan.outcome());
         if let Form::Written(written) = &plan.form {
             written.attention.write_out(&mut model.graph, plan.node, &written.form);
         }
+    }
+    for (node, norm) in norms.into_iter().flatten() {
+        norm.write_out(&mut model.graph, node);
     }
     for name in expose {
         let unknown = || LowerError::UnknownValue((*name).to_owned());
@@ -136,6 +140,17 @@ fn attentions(
             Ok(Plan { node: id, name: node.name.clone(), form })
         })
         .collect()
+}
+
+/// The norms of heads [1, rows, heads, d] over so many rows that can be written out.
+fn head_norms(model: &Model, dims: &BTreeMap<String, usize>, least_rows: usize) -> Vec<(NodeId, HeadNorm)> {
+    let known = Known { model, dims, inferred: OnceCell::new() };
+    let norm = |(id, node): (NodeId, &Node)| {
+        let norm = HeadNorm::of(&model.graph, node, |x| known.dtype(x))?;
+        let long = known.rank(norm.x) == Some(4) && known.size(norm.x, 1)? >= least_rows;
+        long.then_some((id, norm))
+    };
+    model.graph.nodes().filter_map(norm).collect()
 }
 
 fn written(node: &Node, known: &Known<'_>, limit: u64) -> Result<Written, LowerError> {

@@ -58,6 +58,11 @@ impl Settings {
         self.fused || device.tuning.attention_at(rows) == AttentionForm::Fused
     }
 
+    /// The fewest rows for which the norm of heads is written out, if it is: that takes f32 copies of the heads.
+    pub fn written_head_norms(&self, device: &DeviceProfile) -> Option<usize> {
+        device.tuning.written_head_norms.filter(|_| !self.saves_memory())
+    }
+
     /// Bytes of the largest score tensor of an attention over so many rows that is written out. The first halving takes
     /// what every device can bind, instead of what is fastest.
     pub fn score_bytes(&self, device: &DeviceProfile, rows: usize) -> u64 {

@@ -81,7 +81,8 @@ fn seconds(
     forms: &[TunedAttention],
     pending_dispatches: u32,
 ) -> Result<f64, RuntimeError> {
-    let tuning = Tuning { fused_attention: true, attention: forms.to_vec(), pending_dispatches };
+    let tuning =
+        Tuning { fused_attention: true, attention: forms.to_vec(), pending_dispatches, ..Tuning::default() };
     let profile = DeviceProfile { tuning, ..runtime.device().profile() };
     let dtype = dtype(&profile);
     let mut model = graph(scale, rows, dtype);

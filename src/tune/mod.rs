@@ -2,6 +2,7 @@
 //! trusted there: `viaduct doctor --tune`.
 
 mod attention;
+mod head_norm;
 mod linear;
 mod micro_run;
 mod selftest;
@@ -9,8 +10,10 @@ mod selftest;
 use serde::Serialize;
 use viaduct_export::tuning::{TunedAttention, Tuning};
 
+use self::selftest::About;
 pub use self::{
     attention::{AttentionTime, DISPATCHES},
+    head_norm::HeadNormTime,
     linear::{LinearRate, ceiling},
     selftest::{SelfTest, all as self_tests},
 };
@@ -29,6 +32,7 @@ pub struct Measured {
     pub attention: Vec<AttentionTime>,
     /// Seconds of the same graph by dispatches per submission.
     pub dispatches: Vec<(u32, f64)>,
+    pub head_norms: Vec<HeadNormTime>,
     pub linears: Vec<LinearRate>,
     pub tuning: Tuning,
 }
@@ -58,14 +62,15 @@ impl Scale {
 
 /// Measures the device. The runtime must run WebGPU; it takes up to a minute on a GPU.
 pub fn tune(runtime: &mut Runtime, listener: &mut dyn Listener) -> Result<Measured, RuntimeError> {
-    const PARTS: usize = 4;
+    const PARTS: usize = 5;
     let mut part = |index, name: &str| {
         listener.on_event(Event::Stage { name: name.to_owned(), index, count: PARTS });
     };
     let scale = Scale::of(runtime.device().kind);
     part(1, "self-tests");
     let tests = selftest::all(runtime)?;
-    let fused_attention = tests.iter().filter(|test| test.about_fused_attention).all(|test| test.passed);
+    let passed = |about| tests.iter().filter(|test| test.about == about).all(|test| test.passed);
+    let fused_attention = passed(About::FusedAttention);
     part(2, "attention");
     let (attention, mut forms) = (attention::times(runtime, &scale, fused_attention)?, Vec::new());
     for rows in scale.rows {
@@ -76,13 +81,16 @@ pub fn tune(runtime: &mut Runtime, listener: &mut dyn Listener) -> Result<Measur
     }
     part(3, "dispatches");
     let dispatches = attention::dispatch_times(runtime, &scale, &forms)?;
-    part(4, "linear layers");
+    part(4, "norms of heads");
+    let head_norms = head_norm::times(runtime, &scale)?;
+    let written_head_norms = head_norm::least_rows(&head_norms).filter(|_| passed(About::WrittenHeadNorms));
+    part(5, "linear layers");
     let linears = linear::rates(runtime, &scale)?;
     let default = Tuning::default();
     let pending_dispatches =
         thriftiest(&dispatches, |time| time.1).map_or(default.pending_dispatches, |t| t.0);
-    let tuning = Tuning { fused_attention, attention: forms, pending_dispatches };
-    Ok(Measured { tests, attention, dispatches, linears, tuning })
+    let tuning = Tuning { fused_attention, attention: forms, pending_dispatches, written_head_norms };
+    Ok(Measured { tests, attention, dispatches, head_norms, linears, tuning })
 }
 
 /// The first that is about as fast as the fastest; `sorted` begins with what takes the least memory.

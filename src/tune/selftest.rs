@@ -6,7 +6,7 @@ use viaduct_export::{
     onnx::{Attribute, Builder, DType, Dim, Model, Tensor, ValueId},
 };
 
-use super::micro_run::noise;
+use super::{head_norm, micro_run::noise};
 use crate::{
     runtime::{DeviceKind, Runtime, RuntimeError},
     tensor::HostTensor,
@@ -22,7 +22,17 @@ pub struct SelfTest {
     /// What is done about a failure.
     pub otherwise: &'static str,
     #[serde(skip)]
-    pub(super) about_fused_attention: bool,
+    pub(super) about: About,
+}
+
+/// Which form is not used where a test fails.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum About {
+    FusedAttention,
+    WrittenHeadNorms,
+    /// None: there is no other.
+    #[default]
+    Device,
 }
 
 /// Rows of the fused attention's tests: the operator takes other paths for longer sequences.
@@ -52,6 +62,7 @@ pub fn all(runtime: &mut Runtime) -> Result<Vec<SelfTest>, RuntimeError> {
     }
     if runtime.device().f16 {
         tests.push(test(runtime, norm_of_large_values())?);
+        tests.push(written_norm(runtime)?);
     }
     for case in [nearest_resize(), scalar_chain(), long_graph(), large_sums(runtime)] {
         tests.push(test(runtime, case)?);
@@ -62,7 +73,20 @@ pub fn all(runtime: &mut Runtime) -> Result<Vec<SelfTest>, RuntimeError> {
 fn test(runtime: &mut Runtime, case: Case) -> Result<SelfTest, RuntimeError> {
     let (name, bar, otherwise) = (case.name.to_owned(), case.bar, case.otherwise);
     let error = run(runtime, case)?;
-    Ok(SelfTest { name, passed: error <= bar, error: Some(error), otherwise, about_fused_attention: false })
+    Ok(SelfTest { name, passed: error <= bar, error: Some(error), otherwise, about: About::Device })
+}
+
+/// The norm of large values as [`crate::runtime::lower`] writes it out.
+fn written_norm(runtime: &mut Runtime) -> Result<SelfTest, RuntimeError> {
+    let mut case = norm_of_large_values();
+    head_norm::lowered(&mut case.model, runtime.device().profile(), Some(1))?;
+    let tested = test(runtime, case)?;
+    Ok(SelfTest {
+        name: format!("{}, written out", tested.name),
+        otherwise: "norms of heads stay operators",
+        about: About::WrittenHeadNorms,
+        ..tested
+    })
 }
 
 /// The operator runs only on adapters that may pass.
@@ -73,7 +97,7 @@ fn fused_attention(runtime: &mut Runtime, rows: usize) -> Result<SelfTest, Runti
     let about = |tested: SelfTest| SelfTest {
         name: format!("fused attention over {rows} rows"),
         otherwise: "attention is written out",
-        about_fused_attention: true,
+        about: About::FusedAttention,
         ..tested
     };
     Ok(about(match hopeless {
@@ -163,9 +187,11 @@ fn norm_of_large_values() -> Case {
     let input = HostTensor::f32(&[SIZES.len(), WIDTH], x);
     let made = case("norm of large values", input, expected, |graph, x| {
         let x = graph.cast(x, DType::F16);
+        let x = graph.reshape(x, &[1, SIZES.len() as i64, 1, WIDTH as i64]);
         let weight = graph.small_constant(Tensor::from_f16(&[WIDTH], &[1.0; WIDTH]));
         let attributes = [("axis", Attribute::Int(-1)), ("epsilon", Attribute::Float(EPSILON))];
         let y = graph.op("RMSNormalization", &[x, weight], &attributes);
+        let y = graph.reshape(y, &[SIZES.len() as i64, WIDTH as i64]);
         graph.cast(y, DType::F32)
     });
     // f16, and what the epsilon changes.
