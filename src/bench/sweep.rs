@@ -9,13 +9,14 @@ use super::{Measured, Subject, timed::Timed};
 use crate::{
     pipeline::{
         event::{Event, Listener},
-        flux2::TRANSFORMER,
+        flux2::{Request, TRANSFORMER},
         probe::NoProbe,
         run::{Run, Watch},
         run_folder::RunFolder,
     },
     plan::Plan,
     runtime::Runtime,
+    tensor::HostTensor,
     tune::DISPATCHES,
 };
 
@@ -61,7 +62,7 @@ impl fmt::Display for Trial {
 pub type Planner<'p> = dyn FnMut(&Runtime) -> anyhow::Result<Plan> + 'p;
 
 impl Subject<'_> {
-    /// Runs text encoder and transformer under every form, and once as the device is tuned, last.
+    /// Runs the transformer under every form, and once as the device is tuned, last.
     pub fn sweep(
         &self,
         measured: Measured,
@@ -69,22 +70,15 @@ impl Subject<'_> {
         plan: &mut Planner<'_>,
         listener: &mut dyn Listener,
     ) -> anyhow::Result<Sweep> {
+        let request = Measured { steps: measured.steps.max(LEAST_STEPS), ..measured }.request();
+        let embeds = self.embeds(&request, runtime, plan, listener)?;
         let own = runtime.device().tuning.clone();
         let binding = runtime.device().profile().max_binding;
         let written = SCORE_BYTES.into_iter().filter(|bytes| *bytes < binding).chain([binding]);
         let written = written.map(|score_bytes| AttentionForm::Written { score_bytes });
         let forms: Vec<_> =
             own.fused_attention.then_some(AttentionForm::Fused).into_iter().chain(written).collect();
-        let with_dispatches = |tuning: Tuning| {
-            DISPATCHES.map(|pending_dispatches| Tuning { pending_dispatches, ..tuning.clone() })
-        };
-        let with_norms = |tuning: Tuning| {
-            [None, Some(1)].map(|written_head_norms| Tuning { written_head_norms, ..tuning.clone() })
-        };
-        let tunings = forms.into_iter().map(|form| (form, own.always(form)));
-        let tunings = tunings.flat_map(|(form, tuning)| with_dispatches(tuning).map(|tuning| (form, tuning)));
-        let tunings = tunings.flat_map(|(form, tuning)| with_norms(tuning).map(|tuning| (form, tuning)));
-        let tunings: Vec<_> = tunings.collect();
+        let tunings: Vec<_> = forms.into_iter().flat_map(|form| tunings(&own, form)).collect();
         let count = tunings.len() + 1;
         let mut trials = Vec::with_capacity(count);
         for (attention, tuning) in tunings {
@@ -92,7 +86,7 @@ impl Subject<'_> {
             let mut trial = Trial { attention, pending_dispatches, written_head_norms, step_seconds: 0.0 };
             listener.on_event(Event::Stage { name: trial.to_string(), index: trials.len() + 1, count });
             runtime.set_tuning(tuning);
-            trial.step_seconds = self.fastest_step(measured, runtime, plan, listener)?;
+            trial.step_seconds = self.fastest_step(&request, &embeds, runtime, plan, listener)?;
             trials.push(trial);
         }
         listener.on_event(Event::Stage { name: "as tuned".to_owned(), index: count, count });
@@ -105,27 +99,53 @@ impl Subject<'_> {
             |trial: &Trial| (trial.attention, trial.pending_dispatches, trial.written_head_norms.is_some());
         let again = trials.iter().filter(|trial| form(trial) == own_form);
         let again = again.map(|trial| trial.step_seconds).fold(f64::INFINITY, f64::min);
-        let tuned_step_seconds = self.fastest_step(measured, runtime, plan, listener)?.min(again);
+        let tuned_step_seconds = self.fastest_step(&request, &embeds, runtime, plan, listener)?.min(again);
         let best = trials.iter().map(|trial| trial.step_seconds).fold(tuned_step_seconds, f64::min);
         let (width, height) = (measured.size.width(), measured.size.height());
         Ok(Sweep { width, height, trials, tuned_step_seconds, tuned_over_best: tuned_step_seconds / best })
     }
 
+    fn embeds(
+        &self,
+        request: &Request,
+        runtime: &mut Runtime,
+        plan: &mut Planner<'_>,
+        listener: &mut dyn Listener,
+    ) -> anyhow::Result<HostTensor> {
+        let plan = plan(runtime)?;
+        let mut probe = NoProbe;
+        let watch = Watch::new(listener, &mut probe);
+        let mut run = Run { executor: runtime, plan: Some(&plan), watch, folder: RunFolder::none() };
+        Ok(self.flux2.encode_prompt(request, &mut run)?)
+    }
+
     fn fastest_step(
         &self,
-        measured: Measured,
+        request: &Request,
+        embeds: &HostTensor,
         runtime: &mut Runtime,
         plan: &mut Planner<'_>,
         listener: &mut dyn Listener,
     ) -> anyhow::Result<f64> {
         let plan = plan(runtime)?;
-        let request = Measured { steps: measured.steps.max(LEAST_STEPS), ..measured }.request();
         let mut timed = Timed::new(runtime);
         let mut probe = NoProbe;
         let watch = Watch::new(listener, &mut probe);
         let mut run = Run { executor: &mut timed, plan: Some(&plan), watch, folder: RunFolder::none() };
-        self.flux2.latents(&request, &mut run)?;
+        self.flux2.latents(request, embeds.clone(), &mut run)?;
         let picture = timed.into_picture(0.0);
         Ok(picture.runs(TRANSFORMER).skip(1).fold(f64::INFINITY, f64::min))
     }
+}
+
+/// The tuning with one form of attention for all lengths and every choice of the rest.
+fn tunings(own: &Tuning, attention: AttentionForm) -> Vec<(AttentionForm, Tuning)> {
+    let mut tunings = Vec::new();
+    for pending_dispatches in DISPATCHES {
+        for written_head_norms in [None, Some(1)] {
+            let tuning = Tuning { pending_dispatches, written_head_norms, ..own.always(attention) };
+            tunings.push((attention, tuning));
+        }
+    }
+    tunings
 }

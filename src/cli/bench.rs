@@ -36,7 +36,7 @@ pub struct Arguments {
     /// Warm pictures of each size, of which medians are reported
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=1000))]
     runs: u16,
-    /// Instead: time a step under every form of attention and number of dispatches per submission, to see whether what
+    /// Instead: time a step under every form of attention, number of dispatches per submission and form of the norms of heads, to see whether what
     /// `viaduct doctor --tune` chose is the best
     #[arg(long)]
     sweep: bool,

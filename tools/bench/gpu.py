@@ -4,7 +4,8 @@
     python3 tools/bench/gpu.py [--viaduct FILE] [--size LIST] [--seconds N] [--work FOLDER] [--set COMPONENT.KEY=VALUE ...]
 
 Weights are random (tools/synth). They are exported to q4 and q8, the device is tuned for, and each bundle is measured by
-`viaduct bench`; then q4 within a budget of 4 GiB, which q8 must refuse with exit code 4. Caches of shaders and of the
+`viaduct bench`; beside them one step of the graph that flux2-vulkan-bridge publishes; then q4 within a budget of 4 GiB,
+which q8 must refuse with exit code 4; then a step of q4 under every form among which the tuner chooses. Caches of shaders and of the
 tuner are empty at the start and lie in the work folder, which needs 30 GB and is deleted at the end. After `--seconds` the
 command that runs is ended and the rest is left out; what was measured until then is in the JSON. Exit code 3 when a step failed or
 was left out. Needs a built program, runtime/ and Python 3.11.
@@ -28,7 +29,15 @@ ROOT = Path(__file__).resolve().parents[2]
 BAR_MISSED = 3
 OVER_BUDGET = 4
 BUDGET = "4GiB"
-PROFILES = ("q4", "q8")
+# How each bundle is exported. The last is the graph that flux2-vulkan-bridge publishes: blocks of 16, which the fast kernel
+# does not take, and attention in f32.
+BRIDGE = "bridge"
+BUNDLES = {
+    "q4": ["--profile", "q4"],
+    "q8": ["--profile", "q8"],
+    BRIDGE: ["--profile", "q4", "--set", "profiles.q4.block=16", "--set", "profiles.q4.attention=f32", "--set", "profiles.q4.residual=islands"],
+}
+SWEEP = "q4 in every form"
 # What tells the items of a list apart.
 LABELS = ("size", "stage", "name")
 
@@ -132,8 +141,9 @@ def measure_all(bench: Bench, arguments: argparse.Namespace) -> None:
     bench.run_viaduct("doctor", "doctor", "--json")
     bundles = export_all(bench, arguments)
     bench.run_viaduct("doctor --tune", "doctor", "--tune", "--json")
-    for profile, bundle in bundles.items():
-        bench.run_viaduct(profile, "bench", bundle, "--size", arguments.size, "--json")
+    for name, bundle in bundles.items():
+        once = ["--steps", "1", "--runs", "1"] if name == BRIDGE else []
+        bench.run_viaduct(name, "bench", bundle, "--size", arguments.size, *once, "--json")
     if "q4" in bundles:
         limited = ["--size", arguments.size, "--budget", BUDGET, "--json"]
         bench.run_viaduct(f"q4 {BUDGET}", "bench", bundles["q4"], *limited)
@@ -142,6 +152,8 @@ def measure_all(bench: Bench, arguments: argparse.Namespace) -> None:
         bench.run_viaduct(f"q8 {BUDGET}, bench", "bench", bundles["q8"], *limited, expected_code=OVER_BUDGET)
         picture = ["-b", bundles["q8"], "-p", "a lighthouse", "-o", bench.work / "picture.png", *limited]
         bench.run_viaduct(f"q8 {BUDGET}, generate", "generate", *picture, expected_code=OVER_BUDGET)
+    if "q4" in bundles:
+        bench.run_viaduct(SWEEP, "bench", bundles["q4"], "--size", arguments.size, "--sweep", "--json")
 
 
 def export_all(bench: Bench, arguments: argparse.Namespace) -> dict[str, Path]:
@@ -151,12 +163,12 @@ def export_all(bench: Bench, arguments: argparse.Namespace) -> dict[str, Path]:
     synth = [sys.executable, ROOT / "tools/synth", checkpoint, "--preset", arguments.preset, *settings]
     bench.step("checkpoint", synth)
     bundles = {}
-    for profile in PROFILES:
-        bundle = bench.work / profile
-        command = ["export", checkpoint, "-o", bundle, "--profile", profile, "--json", "--progress", "none"]
-        step = bench.run_viaduct(f"export {profile}", *command)
+    for name, settings in BUNDLES.items():
+        bundle = bench.work / name
+        command = ["export", checkpoint, "-o", bundle, *settings, "--json", "--progress", "none"]
+        step = bench.run_viaduct(f"export {name}", *command)
         if step and step.is_right:
-            bundles[profile] = bundle
+            bundles[name] = bundle
     shutil.rmtree(checkpoint, ignore_errors=True)
     return bundles
 
@@ -180,6 +192,10 @@ def print_table(bench: Bench) -> None:
         print(f"{step.name:<20} {step.seconds:>7.1f} s {step.host_peak_mb:>7.0f} MB{end}")
     for name in bench.left_out:
         print(f"{name:<20} left out: the time was up")
+    sweeps = [sweep for step in bench.steps if step.name == SWEEP for sweep in step.result.get("sweeps", [])]
+    for sweep in sweeps:
+        ratio, trials = sweep["tuned_over_best"], len(sweep["trials"])
+        print(f"{sweep['width']}x{sweep['height']}: a step as tuned takes {ratio:.3f} times the best of {trials} forms")
     measured = {step.name: flat(step.result) for step in bench.steps if is_measurement(step)}
     if not measured:
         return
@@ -191,7 +207,7 @@ def print_table(bench: Bench) -> None:
 
 
 def is_measurement(step: Step) -> bool:
-    return step.is_right and step.name.startswith(PROFILES) and bool(step.result)
+    return step.is_right and step.name.startswith(tuple(BUNDLES)) and step.name != SWEEP and bool(step.result)
 
 
 def flat(value, path: str = "") -> dict[str, object]:

@@ -214,11 +214,24 @@ impl<'a> Flux2<'a> {
         Ok(())
     }
 
-    /// The final latents of one picture [1, tokens, channels], which are not decoded.
-    pub fn latents(&self, request: &Request, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
+    /// The request's prompt [1, text length, joint width] as the transformer reads it.
+    pub fn encode_prompt(&self, request: &Request, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
         self.check(request)?;
         let prompt = self.tokenize(&request.prompt, run)?;
-        self.sample(request, &prompt, run)
+        Ok(self.encode(slice::from_ref(&prompt), run)?.remove(0))
+    }
+
+    /// The final latents of one picture [1, tokens, channels], which are not decoded; `embeds` as
+    /// [`Flux2::encode_prompt`] gives them.
+    pub fn latents(
+        &self,
+        request: &Request,
+        embeds: HostTensor,
+        run: &mut Run<'_>,
+    ) -> Result<HostTensor, Flux2Error> {
+        self.check(request)?;
+        let picture = self.begin(request, embeds, run)?;
+        Ok(self.denoise(request.size, request.steps, vec![picture], run)?.remove(0))
     }
 
     /// The final latents of all pictures.
