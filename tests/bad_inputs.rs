@@ -567,7 +567,7 @@ fn bundles() {
         ),
         draw(
             "constant picture",
-            |d| edit(&d.join("b/vae_post2-00000.data"), |b| b.fill(0)),
+            |d| edit(&d.join("b/vae_post1-00000.data"), |b| b.fill(0)),
             1,
             &["vae", "the same everywhere"],
         ),

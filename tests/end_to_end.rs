@@ -216,7 +216,10 @@ fn a_dump_looks_like_an_oracle() {
     let mut expected = tensors(&oracle);
     // The picture itself is in the PNG.
     expected.retain(|name| name != "image_u8");
-    assert_eq!(tensors(folder.path()), expected);
+    let mut dumped = tensors(folder.path());
+    // What one stage of the decoder hands the next lies inside an up block, where the reference has no name for it.
+    dumped.retain(|name| name != "vae_up0_res");
+    assert_eq!(dumped, expected);
     for name in expected {
         let (ours, theirs) = (tensor(folder.path(), &name), tensor(&oracle, &name));
         assert_eq!(ours.shape, theirs.shape, "{name}");

@@ -13,7 +13,7 @@ use serde_json::Value as Json;
 use viaduct_export::{
     arch::{MAX_STEPS, SizesError, SizesRequest},
     bundle::{Bundle, ExportError, ExportRequest, Outline, OutlineRequest, OutlineSource, Stages, export},
-    onnx::{Graph, Model, ValueId, WriteOptions, write_model_with},
+    onnx::{DType, Dim, Graph, Model, ValueId, ValueType, WriteOptions, write_model_with},
 };
 use viaduct_procedural::write_checkpoint;
 
@@ -274,10 +274,27 @@ fn the_decoder_can_be_cut_otherwise() {
     assert_eq!(most.len(), 6);
     assert_eq!(same, bytes);
     // The recipe's own: the stages of the outline.
-    let (own, _) = names(&[2, 3]);
+    let (own, _) = names(&[1]);
     assert!(outline.stage_names().ends_with(&own.iter().map(String::as_str).collect::<Vec<_>>()));
-    for stage in outline.decoder_stages(&[2, 3]).unwrap() {
+    for stage in outline.decoder_stages(&[1]).unwrap() {
         assert_eq!(facts(&stage.model.graph), facts(&outline.model(&stage.name).unwrap().graph));
+    }
+}
+
+/// A stage takes what the one before gives, and upsamples it itself.
+#[test]
+fn what_the_decoder_hands_over_is_not_yet_upsampled() {
+    let outline = outline("flux2-klein-4b", "q8", &[]).unwrap();
+    let stages = outline.decoder_stages(&[1, 3]).unwrap();
+    let handed = [("vae_up0_res", 512, "mid"), ("vae_up2_res", 256, "up1")];
+    for (pair, (name, channels, place)) in stages[2..].windows(2).zip(handed) {
+        let [before, after] = [&pair[0].model.graph, &pair[1].model.graph];
+        let sides = ["height", "width"].map(|side| Dim::Symbol(format!("{place}_{side}")));
+        let dims = [&[Dim::Fixed(1), Dim::Fixed(channels)][..], &sides].concat();
+        let expected = Some(ValueType::Tensor { dtype: DType::F16, shape: Some(dims) });
+        for (graph, port) in [(before, before.outputs[0]), (after, after.inputs[0])] {
+            assert_eq!((graph[port].name.as_str(), &graph[port].ty), (name, &expected));
+        }
     }
 }
 

@@ -87,7 +87,7 @@ fn assert_contract(stages: &[Part], levels: &[usize]) {
     assert_eq!(names[..2], ["vae_pre", "vae_attention"]);
     assert_eq!(ports(&stages[0]), (vec!["latents"], vec!["q", "kt", "v", "vae_mid_res0"]));
     assert_eq!(ports(&stages[1]), (vec!["q_chunk", "kt", "v"], vec!["attn_chunk"]));
-    let ups: Vec<String> = levels.iter().map(|level| format!("vae_up{}", level - 1)).collect();
+    let ups: Vec<String> = levels.iter().map(|level| format!("vae_up{}_res", level - 1)).collect();
     for (index, stage) in stages[2..].iter().enumerate() {
         assert_eq!(stage.name, format!("vae_post{index}"));
         let inputs = match index {
@@ -288,7 +288,7 @@ fn what_goes_on_beside_is_refused() {
     assert_eq!(refused(beside, &[1]), "it has no such up block to cut before");
     assert_eq!(refused(last, &[2]), "it has no such up block to cut before");
     let later = |net: &mut Net| {
-        net.node("GlobalAveragePool", &["sum"], "mean", &[]).node("Add", &["up", "mean"], "both", &[]);
+        net.node("GlobalAveragePool", &["r"], "mean", &[]).node("Add", &["up", "mean"], "both", &[]);
         conv(net, "both", "y", 3, 1);
     };
     assert_eq!(refused(later, &[1]), "more than one value goes on behind an up block");

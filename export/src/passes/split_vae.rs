@@ -4,7 +4,8 @@
 //! Before: one graph of convolutions with one attention over all pixels in the middle. After:
 //! - `vae_pre`: `latents` -> `vae_mid_res0` [1,C,h,w], and f32 `q` (scaled) and `v` [1,h,w,C], `kt` [1,C,h,w];
 //! - `vae_attention`: `q_chunk` [1,rows,C], `kt` [1,C,h*w], `v` [1,h*w,C] -> `attn_chunk` [1,rows,C], all f32;
-//! - `vae_post0`: `vae_mid_res0` and f32 `attn` [1,h,w,C] -> `vae_up0`, ..., up to `image_raw` in f32.
+//! - `vae_post0`: `vae_mid_res0` and f32 `attn` [1,h,w,C] -> `vae_up0_res`, ..., up to `image_raw` in f32. A stage ends before
+//!   the upsampling of its last up block, with which the next one begins: what is handed over is four times smaller so.
 //!
 //! The attention is MatMul, Softmax, MatMul or com.microsoft MultiHeadAttention with one head. The scores over all pixels
 //! never exist together. An encoder has the same stages; its input and output keep their names.
@@ -329,27 +330,28 @@ fn posts(model: &Model, splitting: &Splitting, sizes: &Sizes) -> Result<Vec<Part
     }
     for (index, level) in levels.iter().enumerate() {
         let channels = view.facts().dim(ends[*level], 1);
-        let side =
-            |axis, name: &str| named(view.facts().dim(ends[*level], axis), &format!("up{level}_{name}"));
+        // Named for where this size comes up first.
+        let place = level.checked_sub(1).map_or("mid".to_owned(), |before| format!("up{before}"));
+        let side = |axis, name: &str| named(view.facts().dim(ends[*level], axis), &format!("{place}_{name}"));
         let dims = vec![Dim::Fixed(1), channels, side(2, "height"), side(3, "width")];
         for part in &mut parts[index..=index + 1] {
-            label(&mut part.model.graph, ends[*level], &format!("vae_up{level}"), dims.clone());
+            label(&mut part.model.graph, ends[*level], &format!("vae_up{level}_res"), dims.clone());
         }
     }
     Ok(parts)
 }
 
-/// What each up block but the last gives: the convolution behind its upsampling.
+/// What each up block but the last upsamples, with a convolution behind it.
 fn up_blocks(view: &View<'_>) -> Vec<ValueId> {
     let larger = view.graph.nodes().filter(|(_, node)| node.is("Resize") || node.is("Upsample"));
     let end = |(_, node): (NodeId, &Node)| {
-        let mut value = node.output(0)?;
+        let (small, mut value) = (node.input(0)?, node.output(0)?);
         loop {
             let (_, node) = view.sole_use(value)?;
-            value = node.output(0)?;
             if node.is("Conv") {
-                return (view.facts().rank(value)? == 4).then_some(value);
+                return (view.facts().rank(small)? == 4).then_some(small);
             }
+            value = node.output(0)?;
         }
     };
     larger.filter_map(end).collect()

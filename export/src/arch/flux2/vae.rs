@@ -36,7 +36,8 @@ struct Decoder<'a> {
     groups: Groups,
 }
 
-/// Authors all stages in the order in which they run; a new one begins before each up block in `cuts`.
+/// Authors all stages in the order in which they run; a new one begins before each up block in `cuts`, with the upsampling
+/// of the block before.
 pub fn author(
     config: &VaeConfig,
     cuts: &[usize],
@@ -66,6 +67,11 @@ pub fn author(
 fn map(channels: usize, [height, width]: [&str; 2]) -> [Dim; 4] {
     let symbol = |name: &str| Dim::Symbol(name.to_owned());
     [Dim::Fixed(1), Dim::Fixed(channels), symbol(height), symbol(width)]
+}
+
+/// Name of what a stage hands over that ends with an up block: the output of its resnets, before its upsampling.
+fn handed_over(level: usize) -> String {
+    format!("vae_up{level}_res")
 }
 
 /// Rows of the attention: [1, name, channels].
@@ -185,29 +191,31 @@ impl Decoder<'_> {
         a.finish()
     }
 
-    /// Up blocks `start..end`, after the rest of the middle block if they are the first and before the output
-    /// convolution if they are the last. The first takes `vae_mid_res0` and `attn` [1,h,w,C] f32, the others the output of
-    /// the stage before; the last gives `image_raw` [1,3,H,W] f32 in [-1, 1].
+    /// The resnets of up blocks `start..end`, each after the upsampling of the block before: after the rest of the middle
+    /// block if they are the first, and before the output convolution if they are the last. The first takes
+    /// `vae_mid_res0` and `attn` [1,h,w,C] f32, the others the output of the stage before, not yet upsampled: a quarter of
+    /// what it will be. The last gives `image_raw` [1,3,H,W] f32 in [-1, 1].
     fn post(&self, name: &str, start: usize, end: usize) -> Result<Model, Flux2Error> {
+        let levels = self.config.decoder_channels().len();
         let mut a = self.author(name);
         let mut x = match start {
             0 => self.middle_rest(&mut a)?,
             _ => {
-                let dims = self.level_map(start - 1);
                 let dtype = a.compute();
-                a.graph.input(&format!("vae_up{}", start - 1), dtype, &dims)
+                a.graph.input(&handed_over(start - 1), dtype, &self.level_map(start - 1))
             }
         };
         for level in start..end {
-            x = self.up_block(&mut a, x, level)?;
-            let label = format!("vae_up{level}");
-            if level + 1 == end && end < self.config.decoder_channels().len() {
-                a.graph.output(x, &label, &self.level_map(level));
-            } else {
-                a.graph.label(x, &label);
+            if level > 0 {
+                x = self.upsample(&mut a, x, level - 1)?;
+                a.graph.label(x, &format!("vae_up{}", level - 1));
             }
+            x = self.up_resnets(&mut a, x, level)?;
         }
-        if end == self.config.decoder_channels().len() {
+        if end < levels {
+            a.graph.output(x, &handed_over(end - 1), &self.level_map(end - 1));
+        } else {
+            a.graph.label(x, &format!("vae_up{}", levels - 1));
             self.output(&mut a, x)?;
         }
         Ok(a.finish())
@@ -238,13 +246,15 @@ impl Decoder<'_> {
         channels[channels.len() - 1 - level]
     }
 
-    /// Dimensions of an up block's output. Each level has symbols of its own: one name must mean one size in a graph.
+    /// Dimensions of what an up block's resnets give, which have the sides of what the block before gives. Each size has
+    /// symbols of its own: one name must mean one size in a graph.
     fn level_map(&self, level: usize) -> [Dim; 4] {
-        let [height, width] = ["height", "width"].map(|side| format!("up{level}_{side}"));
+        let place = level.checked_sub(1).map_or("mid".to_owned(), |before| format!("up{before}"));
+        let [height, width] = ["height", "width"].map(|side| format!("{place}_{side}"));
         map(self.level_channels(level), [&height, &width])
     }
 
-    fn up_block(&self, a: &mut Author<'_>, mut x: ValueId, level: usize) -> Result<ValueId, Flux2Error> {
+    fn up_resnets(&self, a: &mut Author<'_>, mut x: ValueId, level: usize) -> Result<ValueId, Flux2Error> {
         let outputs = self.level_channels(level);
         let mut inputs = if level == 0 { self.middle() } else { self.level_channels(level - 1) };
         for layer in 0..=self.config.layers_per_block {
@@ -252,12 +262,15 @@ impl Decoder<'_> {
             x = resnet_block(a, x, &prefix, (inputs, outputs), self.groups)?;
             inputs = outputs;
         }
-        if level + 1 < self.config.decoder_channels().len() {
-            let doubled = upsample_nearest(a, x);
-            let prefix = format!("decoder.up_blocks.{level}.upsamplers.0.conv");
-            x = conv(a, doubled, &prefix, (outputs, outputs), 3)?;
-        }
         Ok(x)
+    }
+
+    /// The end of every up block but the last.
+    fn upsample(&self, a: &mut Author<'_>, x: ValueId, level: usize) -> Result<ValueId, Flux2Error> {
+        let channels = self.level_channels(level);
+        let doubled = upsample_nearest(a, x);
+        let prefix = format!("decoder.up_blocks.{level}.upsamplers.0.conv");
+        Ok(conv(a, doubled, &prefix, (channels, channels), 3)?)
     }
 
     fn output(&self, a: &mut Author<'_>, x: ValueId) -> Result<(), Flux2Error> {
