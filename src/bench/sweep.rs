@@ -94,7 +94,8 @@ impl Subject<'_> {
     ) -> anyhow::Result<f64> {
         let plan = plan(runtime)?;
         let request = Measured { steps: measured.steps.max(LEAST_STEPS), ..measured }.request();
-        let mut timed = Timed::new(runtime);
+        let mut fence = None;
+        let mut timed = Timed::new(runtime, &mut fence);
         let mut probe = NoProbe;
         let watch = Watch::new(listener, &mut probe);
         let mut run = Run { executor: &mut timed, plan: Some(&plan), watch, folder: RunFolder::none() };
