@@ -192,6 +192,15 @@ fn second_stage(
 ) -> Result<Tensor, RuntimeError> {
     let sizes = sizes(bundle, side);
     let mut stage = kept.open_stage(bundle, "vae_post0", &Binding::new(&sizes)).unwrap();
+    run_second(&mut *stage, side, state, placement)
+}
+
+fn run_second(
+    stage: &mut dyn Session,
+    side: usize,
+    state: TensorView<'_>,
+    placement: Placement,
+) -> Result<Tensor, RuntimeError> {
     let rows = side / 8;
     let attended = HostTensor::f32(&[1, rows, rows, 80], vec![0.25; 80 * rows * rows]);
     let output = stage.outputs().remove(0);
@@ -227,6 +236,17 @@ fn webgpu_tensors_on_the_device_outlive_their_sessions() {
     let (view, place) = (TensorView::Device(&state), Placement::Anywhere);
     let picture = on_device(second_stage(&mut kept, &bundle, 64, view, place).unwrap());
     assert!(picture.to_host().unwrap() == from_host, "another picture");
+
+    // The tensor's last holder is a session that it is bound to, until another takes its place there.
+    let bound = on_device(first_stage(&mut kept, &bundle, 64));
+    on_device(first_stage(&mut kept, &bundle, 32));
+    let sizes = sizes(&bundle, 64);
+    let mut stage = kept.open_stage(&bundle, "vae_post0", &Binding::new(&sizes)).unwrap();
+    for state in [Tensor::Device(bound), Tensor::Host(expected.clone())] {
+        let again = run_second(&mut *stage, 64, state.view(), Placement::Host).unwrap();
+        assert!(again.into_host().unwrap() == from_host);
+    }
+    drop(stage);
 
     // All sessions go, then the tensors.
     kept.runtime();

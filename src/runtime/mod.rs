@@ -1,7 +1,8 @@
 //! ONNX Runtime: the only module that names the `ort` crate.
 //!
 //! [`Runtime::start`] loads the libraries and chooses a provider, [`Runtime::open`] makes one session, a [`Stage`].
-//! A stage borrows its runtime, so that a second one cannot live beside it; [`KeptSessions`] is the one exception.
+//! A stage borrows its runtime, so that a second one cannot live beside it; [`KeptSessions`] is the one exception, and so
+//! only its sessions leave tensors on the device ([`Tensor`]).
 
 mod assignment;
 mod bundle;

@@ -335,8 +335,9 @@ impl Stage<'_> {
             }
             Tensor::Device(tensor) => tensor.value().ptr(),
         };
-        // Given back first, so that two values are not there at once.
-        self.pinned.remove(name);
+        // Given back first, so that two values are not there at once; but the session that a value on the device is from has
+        // to be there until the binding has let go of it.
+        let _replaced = self.pinned.remove(name).filter(|tensor| matches!(tensor, Tensor::Device(_)));
         // SAFETY: the pointers are valid during the call, which does not read the value that it replaces. After it, the
         // binding points to the elements or shares the device's value. `pinned` keeps either, behind a reference count or in
         // a map, until another value is bound under the name or the binding is gone. They are only read, as a map demands: ONNX Runtime
