@@ -82,8 +82,9 @@ impl Subject<'_> {
         let device = executor.device().profile();
         let meter = MemoryMeter::start(executor.device());
         let mut pictures = Vec::with_capacity(runs + 1);
+        let mut fence = None;
         for _ in 0..=runs {
-            let mut timed = Timed::new(executor);
+            let mut timed = Timed::new(executor, &mut fence);
             let started = Instant::now();
             self.draw(&request, &mut timed, plan, listener)?;
             pictures.push(timed.into_picture(started.elapsed().as_secs_f64()));

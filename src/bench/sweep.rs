@@ -128,7 +128,8 @@ impl Subject<'_> {
         listener: &mut dyn Listener,
     ) -> anyhow::Result<f64> {
         let plan = plan(runtime)?;
-        let mut timed = Timed::new(runtime);
+        let mut fence = None;
+        let mut timed = Timed::new(runtime, &mut fence);
         let mut probe = NoProbe;
         let watch = Watch::new(listener, &mut probe);
         let mut run = Run { executor: &mut timed, plan: Some(&plan), watch, folder: RunFolder::none() };

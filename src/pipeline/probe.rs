@@ -5,6 +5,11 @@ use crate::tensor::HostTensor;
 /// Sees the tensors at the boundaries of a run, under the names of the reference files (`prompt_embeds`, `pred_step0`,
 /// `vae_up1`, ...).
 pub trait Probe {
+    /// Whether it looks at boundaries. Where not, tensors between stages may stay on the device and pass unseen.
+    fn looks(&self) -> bool {
+        true
+    }
+
     /// Whether values inside the graphs are wanted too.
     fn internals(&self) -> bool {
         false
@@ -19,4 +24,8 @@ pub trait Probe {
 /// Looks at nothing.
 pub struct NoProbe;
 
-impl Probe for NoProbe {}
+impl Probe for NoProbe {
+    fn looks(&self) -> bool {
+        false
+    }
+}

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     plan::Plan,
-    runtime::{Executor, RuntimeError, Session},
+    runtime::{Executor, Placement, RuntimeError, Session},
     tensor::HostTensor,
 };
 
@@ -27,6 +27,15 @@ impl Run<'_> {
     /// See [`RunFolder::keep`].
     pub(super) fn keep(&mut self, tensors: &[(&str, &HostTensor)], needed: &[&str]) {
         self.folder.keep(tensors, needed, self.watch.listener);
+    }
+
+    /// Where a tensor may lie that only the next stage needs: on the host where the probe is to see it or the folder keeps
+    /// it.
+    pub(super) fn between_stages(&self) -> Placement {
+        match self.watch.probe.looks() || self.folder.keeps() {
+            true => Placement::Host,
+            false => Placement::Anywhere,
+        }
     }
 
     /// See [`RunFolder::kept`].

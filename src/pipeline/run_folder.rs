@@ -213,6 +213,11 @@ impl RunFolder {
         }
     }
 
+    /// Whether it keeps what it is given.
+    pub fn keeps(&self) -> bool {
+        self.open.as_ref().is_some_and(|open| !open.unwritable)
+    }
+
     /// A kept tensor, bit by bit as it was. One that is damaged is removed and counts as never kept.
     pub fn kept(&mut self, name: &str, listener: &mut dyn Listener) -> Option<HostTensor> {
         let open = self.open.as_mut()?;

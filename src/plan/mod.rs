@@ -243,7 +243,8 @@ fn forms<'a>(
     })
 }
 
-/// All sessions at once: what each takes between runs is at most its peak.
+/// All sessions at once: what each takes between runs is at most its peak, to which the outputs belong that it hands to
+/// the next, on host and device.
 fn all_loaded(stages: &[PlannedStage]) -> Predicted {
     stages.iter().fold(Predicted::default(), |sum, stage| Predicted {
         device: sum.device.saturating_add(stage.predicted.device),

@@ -270,7 +270,7 @@ fn webgpu(env: &'static Env, wanted: Option<&str>) -> Result<Device, RuntimeErro
 
 /// The plugin's device. It offers one per GPU that ONNX Runtime discovered, and one on the CPU for adapters that it did
 /// not see; whichever is chosen, Dawn takes the best Vulkan adapter.
-fn webgpu_device(env: &'static Env) -> Option<OrtDevice<'static>> {
+pub(super) fn webgpu_device(env: &'static Env) -> Option<OrtDevice<'static>> {
     let devices = env.ort.devices().filter(|d| d.ep().is_ok_and(|name| name == env::WEBGPU));
     devices.max_by_key(|d| Reverse(d.hardware_device().ty() != DeviceType::GPU))
 }

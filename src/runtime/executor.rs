@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use viaduct_export::bundle::Bundle;
 
-use super::{Binding, Device, Runtime, RuntimeError, Stage, peak};
+use super::{Binding, Device, Placement, Runtime, RuntimeError, Stage, Tensor, TensorView, peak};
 use crate::tensor::HostTensor;
 
 /// Opens stages, one at a time: a session borrows its executor.
@@ -44,12 +44,24 @@ pub trait Session {
     /// Uploads an input that stays for every run.
     fn bind(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError>;
 
+    /// Runs the graph once. Outputs that may lie anywhere stay on the device where the executor can leave them there;
+    /// all others are read back.
+    fn run_placed(
+        &mut self,
+        inputs: &[(&str, TensorView<'_>)],
+        outputs: &[(&str, Placement)],
+    ) -> Result<Vec<Tensor>, RuntimeError>;
+
     /// Runs the graph once and reads the named outputs back.
     fn run(
         &mut self,
         inputs: &[(&str, &HostTensor)],
         outputs: &[&str],
-    ) -> Result<Vec<HostTensor>, RuntimeError>;
+    ) -> Result<Vec<HostTensor>, RuntimeError> {
+        let inputs: Vec<_> = inputs.iter().map(|(name, tensor)| (*name, TensorView::Host(tensor))).collect();
+        let outputs: Vec<_> = outputs.iter().map(|name| (*name, Placement::Host)).collect();
+        self.run_placed(&inputs, &outputs)?.into_iter().map(Tensor::into_host).collect()
+    }
 
     /// Ends the session and returns its memory. The result is the peak of its process since the session was opened, in
     /// bytes, where the system tells. A session that is dropped instead ends, too.
@@ -89,12 +101,14 @@ impl Session for Stage<'_> {
         Stage::bind(self, name, tensor)
     }
 
-    fn run(
+    /// Everything is read back: a tensor on the device holds its session, and this one is to go before the next is made.
+    fn run_placed(
         &mut self,
-        inputs: &[(&str, &HostTensor)],
-        outputs: &[&str],
-    ) -> Result<Vec<HostTensor>, RuntimeError> {
-        Stage::run(self, inputs, outputs)
+        inputs: &[(&str, TensorView<'_>)],
+        outputs: &[(&str, Placement)],
+    ) -> Result<Vec<Tensor>, RuntimeError> {
+        let outputs: Vec<_> = outputs.iter().map(|(name, _)| (*name, Placement::Host)).collect();
+        Stage::run_placed(self, inputs, &outputs)
     }
 
     fn finish(self: Box<Self>) -> Result<Option<u64>, RuntimeError> {

@@ -3,29 +3,30 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     ffi::CString,
-    fmt::{Debug, Display},
+    fmt::Display,
     marker::PhantomData,
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
     time::{Duration, Instant},
 };
 
-use half::f16;
 use ort::{
     AsPointer,
-    memory::{AllocationDevice, AllocatorType, MemoryInfo, MemoryType},
+    memory::MemoryInfo,
     session::{
         IoBinding, Session,
         builder::{GraphOptimizationLevel, SessionBuilder},
     },
-    value::{
-        DynValue, DynValueRef, Outlet, PrimitiveTensorElementType, TensorElementType, TensorRef, ValueType,
-    },
+    value::{DynTensorValueType, Outlet, ValueType},
 };
 use viaduct_export::onnx::{DType, Dim};
 
-use super::{Provider, Runtime, RuntimeError, assignment, env, quiet::quietly};
-use crate::tensor::{HostTensor, Values, as_bytes};
+use super::{
+    DeviceTensor, Placement, Provider, Runtime, RuntimeError, Tensor, TensorView, assignment, env,
+    quiet::quietly,
+    value::{Output, device_memory, dtype_of, host_memory, view},
+};
+use crate::tensor::HostTensor;
 
 /// A model to open.
 pub struct StageModel<'m> {
@@ -73,10 +74,13 @@ pub struct Stage<'r> {
     /// Holds the device's copies of inputs. Declared before the session, so that they are released first: a device
     /// tensor that outlives its session aborts the process when it is touched.
     binding: IoBinding,
-    /// The inputs that the binding may point into, by name. Declared after it, so that they outlive it.
-    pinned: BTreeMap<String, HostTensor>,
+    /// The inputs that the binding may point into, by name. Declared after it, so that they outlive it, and so do the
+    /// sessions that tensors on the device are from.
+    pinned: BTreeMap<String, Tensor>,
     session: Session,
     host: MemoryInfo<'static>,
+    /// Where outputs can stay and inputs come from; none where that is the host.
+    device: Option<MemoryInfo<'static>>,
     inputs: Vec<TensorInfo>,
     outputs: Vec<TensorInfo>,
     /// Shapes of the inputs that stay bound.
@@ -116,8 +120,11 @@ impl Runtime {
         Ok(Stage {
             name: stage.to_owned(),
             binding: session.create_binding().map_err(failed)?,
-            host: MemoryInfo::new(AllocationDevice::CPU, 0, AllocatorType::Device, MemoryType::CPUOutput)
-                .map_err(failed)?,
+            host: host_memory().map_err(failed)?,
+            device: match self.device.provider {
+                Provider::WebGpu => Some(device_memory().map_err(failed)?),
+                _ => None,
+            },
             inputs: info(session.inputs())?,
             outputs: info(session.outputs())?,
             session,
@@ -200,8 +207,8 @@ impl Stage<'_> {
     /// Uploads an input that stays on the device for every run, until it is bound again.
     pub fn bind(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
         self.bound.remove(name);
-        self.check(&[(name, tensor)])?;
-        self.upload(name, tensor)?;
+        self.check(&[(name, tensor.into())])?;
+        self.upload(name, tensor.into())?;
         self.bound.insert(name.to_owned(), tensor.shape.clone());
         Ok(())
     }
@@ -236,6 +243,54 @@ impl Stage<'_> {
         outputs: &[&str],
         sink: &mut dyn FnMut(Output<'_>) -> Result<(), RuntimeError>,
     ) -> Result<(), RuntimeError> {
+        let inputs: Vec<_> = inputs.iter().map(|(name, tensor)| (*name, TensorView::Host(tensor))).collect();
+        let placed: Vec<_> = outputs.iter().map(|name| (*name, Placement::Host)).collect();
+        self.prepare(&inputs, &placed)?;
+        let failed = |reason| RuntimeError::from_run(&self.name, reason);
+        let ended = self.session.run_binding(&self.binding);
+        let values = ended.map_err(|e| failed(e.message().to_owned()))?;
+        for name in outputs {
+            let read = values.get(name).ok_or("not returned".to_owned()).and_then(Output::read);
+            sink(read.map_err(|reason| failed(format!("output {name}: {reason}")))?)?;
+        }
+        Ok(())
+    }
+
+    /// [`Stage::run`] with inputs that lie anywhere, and outputs that stay on the device if they may and the session is
+    /// there. Such an output holds the session when the stage is gone, so only who keeps sessions may ask for one.
+    pub(super) fn run_placed(
+        &mut self,
+        inputs: &[(&str, TensorView<'_>)],
+        outputs: &[(&str, Placement)],
+    ) -> Result<Vec<Tensor>, RuntimeError> {
+        self.prepare(inputs, outputs)?;
+        let failed = |reason| RuntimeError::from_run(&self.name, reason);
+        let session = self.session.inner();
+        let ended = self.session.run_binding(&self.binding);
+        let mut values = ended.map_err(|e| failed(e.message().to_owned()))?;
+        let tensor = |(name, _): &(&str, Placement)| {
+            let failed = |reason| failed(format!("output {name}: {reason}"));
+            let value = values.remove(name).ok_or_else(|| failed("not returned".to_owned()))?;
+            let value = value.downcast::<DynTensorValueType>().map_err(|e| failed(e.message().to_owned()))?;
+            if value.memory_info().is_cpu_accessible() {
+                let value = value.into_dyn();
+                return Ok(Tensor::Host(Output::read(&value).map_err(failed)?.to_tensor()));
+            }
+            Ok(Tensor::Device(DeviceTensor::new(&self.name, value, session.clone())))
+        };
+        let tensors = outputs.iter().map(tensor).collect();
+        drop(values);
+        // They belong to the caller now, who decides how long the device holds them.
+        self.binding.clear_outputs();
+        tensors
+    }
+
+    /// Checks and binds what a run needs.
+    fn prepare(
+        &mut self,
+        inputs: &[(&str, TensorView<'_>)],
+        outputs: &[(&str, Placement)],
+    ) -> Result<(), RuntimeError> {
         self.check(inputs)?;
         let given: BTreeSet<&str> = inputs.iter().map(|i| i.0).collect();
         let known = |name: &str| given.contains(name) || self.bound.contains_key(name);
@@ -245,39 +300,51 @@ impl Stage<'_> {
                 tensor: missing.name.clone(),
             });
         }
-        for name in outputs {
+        for (name, _) in outputs {
             find(&self.name, "output", &self.outputs, name)?;
         }
         for (name, tensor) in inputs {
-            self.upload(name, tensor)?;
+            self.upload(name, *tensor)?;
         }
         self.binding.clear_outputs();
-        let failed = |e: ort::Error| RuntimeError::from_run(&self.name, e.message().to_owned());
-        for name in outputs {
-            self.binding.bind_output_to_device(*name, &self.host).map_err(failed)?;
-        }
-        let values = self.session.run_binding(&self.binding).map_err(failed)?;
-        for name in outputs {
-            sink(Output::read(&self.name, name, values.get(name))?)?;
+        for (name, placement) in outputs {
+            let memory = match placement {
+                Placement::Host => &self.host,
+                Placement::Anywhere => self.device.as_ref().unwrap_or(&self.host),
+            };
+            let bound = self.binding.bind_output_to_device(*name, memory);
+            bound.map_err(|e| RuntimeError::from_run(&self.name, e.message().to_owned()))?;
         }
         Ok(())
     }
 
-    /// Binds an input in place of the value that was bound under its name before. WebGPU copies it to the device at once;
-    /// the CPU provider reads it where it lies.
-    fn upload(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
+    /// Binds an input in place of the value that was bound under its name before. WebGPU copies it to the device at once,
+    /// if it is not there; the CPU provider reads it where it lies.
+    fn upload(&mut self, name: &str, tensor: TensorView<'_>) -> Result<(), RuntimeError> {
+        let tensor = match self.device {
+            Some(_) => tensor.shared(),
+            None => Tensor::Host(tensor.on_host()?.into_owned()),
+        };
         let failed = |reason: &str| RuntimeError::from_run(&self.name, format!("input {name}: {reason}"));
         let c_name = CString::new(name).map_err(|e| failed(&e.to_string()))?;
-        let value = view(tensor).map_err(|e| failed(e.message()))?;
-        // Given back first, so that two values are not there at once.
-        self.pinned.remove(name);
+        let on_host;
+        let value = match &tensor {
+            Tensor::Host(tensor) => {
+                on_host = view(tensor).map_err(|e| failed(e.message()))?;
+                on_host.ptr()
+            }
+            Tensor::Device(tensor) => tensor.value().ptr(),
+        };
+        // Given back first, so that two values are not there at once; but the session that a value on the device is from has
+        // to be there until the binding has let go of it.
+        let _replaced = self.pinned.remove(name).filter(|tensor| matches!(tensor, Tensor::Device(_)));
         // SAFETY: the pointers are valid during the call, which does not read the value that it replaces. After it, the
-        // binding points to the elements, which `pinned` keeps where they are, behind a reference count or in a map, until
-        // another value is bound under the name or the binding is gone. They are only read, as a map demands: ONNX Runtime
+        // binding points to the elements or shares the device's value. `pinned` keeps either, behind a reference count or in
+        // a map, until another value is bound under the name or the binding is gone. They are only read, as a map demands: ONNX Runtime
         // counts the caller among the users of an input, so that no kernel may write over it
         // (core/framework/allocation_planner.cc).
         let bound = unsafe {
-            let status = (ort::api().BindInput)(self.binding.ptr_mut(), c_name.as_ptr(), value.ptr());
+            let status = (ort::api().BindInput)(self.binding.ptr_mut(), c_name.as_ptr(), value);
             ort::Error::result_from_status(status)
         };
         if let Err(e) = bound {
@@ -286,15 +353,15 @@ impl Stage<'_> {
             self.bound.clear();
             return Err(failed(e.message()));
         }
-        self.pinned.insert(name.to_owned(), tensor.clone());
+        self.pinned.insert(name.to_owned(), tensor);
         Ok(())
     }
 
     /// Compares inputs with the session's: names, element types, ranks, sizes, and that a symbol means one size.
-    fn check(&self, inputs: &[(&str, &HostTensor)]) -> Result<(), RuntimeError> {
+    fn check(&self, inputs: &[(&str, TensorView<'_>)]) -> Result<(), RuntimeError> {
         let mut symbols: BTreeMap<&str, (usize, &str)> = BTreeMap::new();
         let bound = self.bound.iter().map(|(name, shape)| (name.as_str(), shape.as_slice()));
-        let given = inputs.iter().map(|(name, tensor)| (*name, tensor.shape.as_slice()));
+        let given = inputs.iter().map(|(name, tensor)| (*name, tensor.shape()));
         for (name, shape) in bound.chain(given) {
             let info = find(&self.name, "input", &self.inputs, name)?;
             let bad = |expected: String| RuntimeError::BadTensor {
@@ -326,7 +393,7 @@ impl Stage<'_> {
         }
         for (name, tensor) in inputs {
             let info = find(&self.name, "input", &self.inputs, name)?;
-            let got = tensor.values.dtype();
+            let got = tensor.dtype();
             let bad = |expected: String, got: String| RuntimeError::BadTensor {
                 stage: self.name.clone(),
                 tensor: (*name).to_owned(),
@@ -356,89 +423,6 @@ fn frugal(builder: SessionBuilder, model: &[u8]) -> Result<SessionBuilder, Strin
     builder.with_prepacking(model.windows(REPACKED.len()).any(|part| part == REPACKED)).map_err(text)
 }
 
-/// The tensor as a value of the runtime, without a copy. `IoBinding::bind_input` would copy it, in a session of its own.
-fn view(tensor: &HostTensor) -> ort::Result<DynValueRef<'_>> {
-    fn typed<'t, T>(shape: &[usize], values: &'t [T]) -> ort::Result<DynValueRef<'t>>
-    where
-        T: PrimitiveTensorElementType + Clone + Debug + 'static,
-    {
-        Ok(TensorRef::from_array_view((shape.to_vec(), values))?.into_dyn())
-    }
-    match &tensor.values {
-        Values::F32(v) => typed(&tensor.shape, v),
-        Values::F16(v) => typed(&tensor.shape, v),
-        Values::I64(v) => typed(&tensor.shape, v),
-        Values::U8(v) => typed(&tensor.shape, v),
-    }
-}
-
-/// An output of a run in the runtime's memory.
-pub(super) struct Output<'o> {
-    pub shape: Vec<usize>,
-    pub values: OutputValues<'o>,
-}
-
-pub(super) enum OutputValues<'o> {
-    F32(&'o [f32]),
-    F16(&'o [f16]),
-    I64(&'o [i64]),
-    U8(&'o [u8]),
-}
-
-impl<'o> Output<'o> {
-    fn read(stage: &str, name: &str, value: Option<&'o DynValue>) -> Result<Output<'o>, RuntimeError> {
-        let failed = |reason: String| RuntimeError::Run {
-            stage: stage.to_owned(),
-            reason: format!("output {name}: {reason}"),
-        };
-        let value = value.ok_or_else(|| failed("not returned".to_owned()))?;
-        fn part<T: PrimitiveTensorElementType>(value: &DynValue) -> ort::Result<(Vec<usize>, &[T])> {
-            let (shape, values) = value.try_extract_tensor::<T>()?;
-            Ok((shape.iter().map(|d| *d as usize).collect(), values))
-        }
-        let error = |e: ort::Error| failed(e.message().to_owned());
-        let (shape, values) = match value.dtype().tensor_type() {
-            Some(TensorElementType::Float32) => part(value).map(|(s, v)| (s, OutputValues::F32(v))),
-            Some(TensorElementType::Float16) => part(value).map(|(s, v)| (s, OutputValues::F16(v))),
-            Some(TensorElementType::Int64) => part(value).map(|(s, v)| (s, OutputValues::I64(v))),
-            Some(TensorElementType::Uint8) => part(value).map(|(s, v)| (s, OutputValues::U8(v))),
-            other => return Err(failed(format!("its type {other:?} cannot be read back"))),
-        }
-        .map_err(error)?;
-        Ok(Output { shape, values })
-    }
-
-    fn to_tensor(&self) -> HostTensor {
-        let values = match self.values {
-            OutputValues::F32(v) => Values::F32(v.to_vec().into()),
-            OutputValues::F16(v) => Values::F16(v.to_vec().into()),
-            OutputValues::I64(v) => Values::I64(v.to_vec().into()),
-            OutputValues::U8(v) => Values::U8(v.to_vec().into()),
-        };
-        HostTensor { shape: self.shape.clone(), values }
-    }
-}
-
-impl OutputValues<'_> {
-    pub fn dtype(&self) -> DType {
-        match self {
-            OutputValues::F32(_) => DType::F32,
-            OutputValues::F16(_) => DType::F16,
-            OutputValues::I64(_) => DType::I64,
-            OutputValues::U8(_) => DType::U8,
-        }
-    }
-
-    pub fn as_bytes(&self) -> &[u8] {
-        match self {
-            OutputValues::F32(v) => as_bytes(v),
-            OutputValues::F16(v) => as_bytes(v),
-            OutputValues::I64(v) => as_bytes(v),
-            OutputValues::U8(v) => as_bytes(v),
-        }
-    }
-}
-
 fn find<'i>(
     stage: &str,
     role: &'static str,
@@ -464,21 +448,7 @@ fn describe(stage: &str, outlet: &Outlet) -> Result<TensorInfo, RuntimeError> {
         Err(_) => Dim::Symbol(symbol.clone()),
     };
     let shape = shape.iter().zip(dimension_symbols.iter()).map(dim).collect();
-    Ok(TensorInfo { name: outlet.name().to_owned(), dtype: DType::from_onnx(onnx_number(*ty)), shape })
-}
-
-/// The number of an element type in `TensorProto.DataType`.
-fn onnx_number(ty: TensorElementType) -> i32 {
-    match ty {
-        TensorElementType::Float32 => 1,
-        TensorElementType::Uint8 => 2,
-        TensorElementType::Int8 => 3,
-        TensorElementType::Int32 => 6,
-        TensorElementType::Int64 => 7,
-        TensorElementType::Bool => 9,
-        TensorElementType::Float16 => 10,
-        _ => 0,
-    }
+    Ok(TensorInfo { name: outlet.name().to_owned(), dtype: dtype_of(*ty), shape })
 }
 
 fn text<E: Display>(error: E) -> String {

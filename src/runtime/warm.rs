@@ -7,12 +7,15 @@ use std::{
 
 use viaduct_export::{bundle::Bundle, shapes::Sizes};
 
-use super::{Binding, Device, Executor, Runtime, RuntimeError, Session, Settings, Stage};
+use super::{
+    Binding, Device, Executor, Placement, Runtime, RuntimeError, Session, Settings, Stage, Tensor, TensorView,
+};
 use crate::tensor::HostTensor;
 
 /// Opens stages in this process and keeps their sessions: the first opening of a stage makes its session, later ones that
 /// bind it alike take it as it is, and another binding makes a new one in its place. What is bound to a session goes when it
-/// is finished; the session and its weights stay.
+/// is finished; the session and its weights stay. Outputs may stay on the device, for as long as the caller wants, and be
+/// inputs of any of the sessions.
 ///
 /// Whether all sessions fit beside each other is the caller's to know ([`crate::plan::Plan::may_stay_loaded`]). One stage at a
 /// time is lent, as by every [`Executor`].
@@ -111,12 +114,12 @@ impl Session for Lent<'_> {
         self.0.stage.bind(name, tensor)
     }
 
-    fn run(
+    fn run_placed(
         &mut self,
-        inputs: &[(&str, &HostTensor)],
-        outputs: &[&str],
-    ) -> Result<Vec<HostTensor>, RuntimeError> {
-        let result = self.0.stage.run(inputs, outputs);
+        inputs: &[(&str, TensorView<'_>)],
+        outputs: &[(&str, Placement)],
+    ) -> Result<Vec<Tensor>, RuntimeError> {
+        let result = self.0.stage.run_placed(inputs, outputs);
         self.0.failed |= result.is_err();
         result
     }

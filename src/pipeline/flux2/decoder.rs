@@ -10,6 +10,7 @@ use crate::{
         run::Run,
         size::Size,
     },
+    runtime::{Placement, Tensor},
     tensor::{HostTensor, Values},
 };
 
@@ -23,7 +24,7 @@ pub(super) struct Decoding {
     /// How many of the stages after the middle block are done.
     done: usize,
     /// [1,C,h,w]; what the next stage calls it is the name of the last stage's output.
-    x: HostTensor,
+    x: Tensor,
     /// The attention's result [1,h,w,C], until the first stage has added it.
     attended: Option<HostTensor>,
 }
@@ -44,21 +45,31 @@ impl Flux2<'_> {
             _ => self.output_of(stages[done - 1])?,
         };
         for (index, name) in stages.iter().enumerate().skip(done) {
+            let is_last = index + 1 == stages.len();
+            let placement = if is_last { Placement::Host } else { run.between_stages() };
             let mut stage = self.stage(name, &sizes, run.executor, run.plan, &mut run.watch)?;
             let exposed = stage.exposed();
             let output = stage.session.outputs().into_iter().next().unwrap_or_default();
-            let mut inputs = vec![(input.as_str(), &x)];
-            inputs.extend(attended.as_ref().map(|attended| ("attn", attended)));
-            x = stage.run_and_probe(&inputs, &output, &exposed, &mut run.watch)?;
+            let mut inputs = vec![(input.as_str(), x.view())];
+            inputs.extend(attended.as_ref().map(|attended| ("attn", attended.into())));
+            let drawn = stage.run_and_probe(&inputs, (&output, placement), &exposed, &mut run.watch)?;
             stage.close(run.plan, &mut run.watch)?;
-            check_finite(name, None, &x)?;
-            if index + 1 < stages.len() {
-                run.keep(&[(*name, &x)], &[]);
-            }
-            x = run.watch.boundary(&output, x);
+            x = match drawn {
+                Tensor::Host(drawn) => {
+                    check_finite(name, None, &drawn)?;
+                    if !is_last {
+                        run.keep(&[(*name, &drawn)], &[]);
+                    }
+                    Tensor::Host(run.watch.boundary(&output, drawn))
+                }
+                // Not looked at. What is not finite reaches the picture, which is checked: every norm on the way spreads it
+                // over a group as NaN, and nothing makes a number of NaN again.
+                unseen => unseen,
+            };
             attended = None;
             input = output;
         }
+        let x = x.into_host()?;
         if x.shape.get(2..) != Some(&[size.height(), size.width()]) {
             return Err(Flux2Error::Picture { found: x.shape, size });
         }
@@ -85,12 +96,12 @@ impl Flux2<'_> {
         for (index, name) in self.form.post_stages().iter().enumerate().rev() {
             if let Some(x) = run.kept(name) {
                 run.resume((*name).to_owned());
-                return Ok(Some(Decoding { done: index + 1, x, attended: None }));
+                return Ok(Some(Decoding { done: index + 1, x: Tensor::Host(x), attended: None }));
             }
         }
         let chain = self.form.decoder();
         let [first, state] = chain.first;
-        let Some(x) = run.kept(state) else { return Ok(None) };
+        let Some(x) = run.kept(state).map(Tensor::Host) else { return Ok(None) };
         let Some(attention) = chain.attention else {
             run.resume(first.to_owned());
             return Ok(Some(Decoding { done: 0, x, attended: None }));
@@ -119,25 +130,35 @@ impl Flux2<'_> {
         let sizes = self.sizes(size, self.form.steps(), run.plan);
         let chain = self.form.decoder();
         let [first, state] = chain.first;
+        // Without stages behind it this one draws the picture.
+        let is_last = self.form.post_stages().is_empty();
+        let placement = if is_last { Placement::Host } else { run.between_stages() };
         let mut stage = self.stage(first, &sizes, run.executor, run.plan, &mut run.watch)?;
         let exposed = stage.exposed();
-        let mut names = vec![state];
+        let mut outputs = vec![(state, placement)];
         if chain.attention.is_some() {
-            names.extend(ATTENTION_INPUTS);
+            outputs.extend(ATTENTION_INPUTS.map(|name| (name, Placement::Host)));
         }
-        let own = names.len();
-        names.extend(exposed.iter().map(String::as_str));
-        let mut tensors = stage.run(&[("latents", &latents)], &names)?;
+        let own = outputs.len();
+        outputs.extend(exposed.iter().map(|name| (name.as_str(), Placement::Host)));
+        let mut tensors = stage.run_placed(&[("latents", (&latents).into())], &outputs)?;
         stage.close(run.plan, &mut run.watch)?;
         for (name, tensor) in exposed.iter().zip(tensors.split_off(own)) {
-            run.watch.boundary(name, tensor);
+            run.watch.boundary(name, tensor.into_host()?);
         }
-        let x = run.watch.boundary(state, tensors.remove(0));
-        for tensor in [&x].into_iter().chain(&tensors) {
+        let x = match tensors.remove(0) {
+            Tensor::Host(x) => Tensor::Host(run.watch.boundary(state, x)),
+            unseen => unseen,
+        };
+        let tensors = tensors.into_iter().map(Tensor::into_host).collect::<Result<Vec<_>, _>>()?;
+        let mut kept: Vec<_> = ATTENTION_INPUTS.into_iter().zip(&tensors).collect();
+        if let Tensor::Host(x) = &x {
+            kept.insert(0, (state, x));
+        }
+        for (_, tensor) in &kept {
             check_finite(first, None, tensor)?;
         }
-        let kept = [(state, &x)].into_iter().chain(ATTENTION_INPUTS.into_iter().zip(&tensors));
-        run.keep(&kept.collect::<Vec<_>>(), &[]);
+        run.keep(&kept, &[]);
         let attended = match (chain.attention, <[HostTensor; 3]>::try_from(tensors)) {
             (Some(attention), Ok(inputs)) => Some(self.attend(inputs, attention, size, run)?),
             _ => None,

@@ -31,7 +31,7 @@ use super::{
 };
 use crate::{
     plan::Plan,
-    runtime::{Binding, Executor, Provider, RuntimeError},
+    runtime::{Binding, Executor, Placement, Provider, RuntimeError, TensorView},
     tensor::HostTensor,
 };
 
@@ -426,10 +426,11 @@ fn denoise_one(
     let (exposed, count) = (stage.exposed(), schedule.steps());
     for step in done..count {
         let started = Instant::now();
-        let mut inputs = vec![("latents", &latents)];
-        inputs.extend(conditions.steps[step].iter().map(|(name, tensor)| (*name, tensor)));
+        let mut inputs = vec![("latents", TensorView::Host(&latents))];
+        inputs.extend(conditions.steps[step].iter().map(|(name, tensor)| (*name, tensor.into())));
         let wanted = if step == 0 { &exposed[..] } else { &[] };
-        let velocity = stage.run_and_probe(&inputs, "pred", wanted, watch)?.widened();
+        let velocity = stage.run_and_probe(&inputs, ("pred", Placement::Host), wanted, watch)?;
+        let velocity = velocity.into_host()?.widened();
         check_finite(TRANSFORMER, Some(step), &velocity)?;
         let velocity = watch.boundary(&format!("pred_step{step}"), velocity);
         schedule.euler_step(step, &mut latents, &velocity)?;

@@ -8,7 +8,7 @@ use super::Flux2Error;
 use crate::{
     pipeline::run::{Watch, close},
     plan::Plan,
-    runtime::Session,
+    runtime::{Placement, RuntimeError, Session, Tensor, TensorView},
     tensor::HostTensor,
 };
 
@@ -21,7 +21,7 @@ pub(super) struct Opened<'r> {
 impl Opened<'_> {
     /// See [`Session::bind`].
     pub fn bind(&mut self, name: &str, tensor: &HostTensor) -> Result<(), Flux2Error> {
-        Ok(self.session.bind(name, &fitted(self.described, name, tensor))?)
+        Ok(self.session.bind(name, &cast(self.described, name, tensor))?)
     }
 
     /// See [`Session::run`].
@@ -30,27 +30,38 @@ impl Opened<'_> {
         inputs: &[(&str, &HostTensor)],
         outputs: &[&str],
     ) -> Result<Vec<HostTensor>, Flux2Error> {
-        let described = self.described;
-        let fitted: Vec<_> =
-            inputs.iter().map(|(name, tensor)| (*name, fitted(described, name, tensor))).collect();
-        let inputs: Vec<_> = fitted.iter().map(|(name, tensor)| (*name, &**tensor)).collect();
-        Ok(self.session.run(&inputs, outputs)?)
+        let inputs: Vec<_> = inputs.iter().map(|(name, tensor)| (*name, TensorView::Host(tensor))).collect();
+        let outputs: Vec<_> = outputs.iter().map(|name| (*name, Placement::Host)).collect();
+        let tensors = self.run_placed(&inputs, &outputs)?.into_iter().map(Tensor::into_host);
+        Ok(tensors.collect::<Result<_, _>>()?)
+    }
+
+    /// See [`Session::run_placed`].
+    pub fn run_placed(
+        &mut self,
+        inputs: &[(&str, TensorView<'_>)],
+        outputs: &[(&str, Placement)],
+    ) -> Result<Vec<Tensor>, Flux2Error> {
+        let fitted = inputs.iter().map(|(name, tensor)| Ok((*name, fitted(self.described, name, *tensor)?)));
+        let fitted = fitted.collect::<Result<Vec<_>, RuntimeError>>()?;
+        let inputs: Vec<_> = fitted.iter().map(|(name, tensor)| (*name, tensor.view())).collect();
+        Ok(self.session.run_placed(&inputs, outputs)?)
     }
 
     /// Runs the stage for one output and hands the exposed values to the probe, which only looks at them.
     pub fn run_and_probe(
         &mut self,
-        inputs: &[(&str, &HostTensor)],
-        output: &str,
+        inputs: &[(&str, TensorView<'_>)],
+        output: (&str, Placement),
         exposed: &[String],
         watch: &mut Watch<'_>,
-    ) -> Result<HostTensor, Flux2Error> {
-        let mut names = vec![output];
-        names.extend(exposed.iter().map(String::as_str));
-        let mut tensors = self.run(inputs, &names)?;
+    ) -> Result<Tensor, Flux2Error> {
+        let mut outputs = vec![output];
+        outputs.extend(exposed.iter().map(|name| (name.as_str(), Placement::Host)));
+        let mut tensors = self.run_placed(inputs, &outputs)?;
         let result = tensors.remove(0);
         for (name, tensor) in exposed.iter().zip(tensors) {
-            watch.boundary(name, tensor);
+            watch.boundary(name, tensor.into_host()?);
         }
         Ok(result)
     }
@@ -72,8 +83,19 @@ impl Opened<'_> {
     }
 }
 
-/// The tensor in the element type that the bundle states for the input.
-fn fitted<'t>(stage: &Stage, name: &str, tensor: &'t HostTensor) -> Cow<'t, HostTensor> {
+/// The tensor in the element type that the bundle states for the input; on the host if that is another than its own.
+fn fitted(stage: &Stage, name: &str, tensor: TensorView<'_>) -> Result<Tensor, RuntimeError> {
+    let port = stage.inputs.iter().find(|port| port.name == name);
+    if let TensorView::Device(_) = tensor
+        && port.is_none_or(|port| port.dtype == tensor.dtype().name())
+    {
+        return Ok(tensor.shared());
+    }
+    Ok(Tensor::Host(cast(stage, name, &*tensor.on_host()?).into_owned()))
+}
+
+/// The tensor on the host in the element type that the bundle states for the input.
+fn cast<'t>(stage: &Stage, name: &str, tensor: &'t HostTensor) -> Cow<'t, HostTensor> {
     let port = stage.inputs.iter().find(|port| port.name == name);
     match port.and_then(|port| tensor.cast(&port.dtype)) {
         Some(cast) => Cow::Owned(cast),

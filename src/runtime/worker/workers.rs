@@ -14,7 +14,10 @@ use super::{
     protocol::{Open, PathBytes, Reply, Request, TensorRef},
 };
 use crate::{
-    runtime::{Binding, Device, Executor, Guard, Provider, RuntimeError, RuntimeOptions, Session, Watchdog},
+    runtime::{
+        Binding, Device, Executor, Guard, Placement, Provider, RuntimeError, RuntimeOptions, Session, Tensor,
+        TensorView, Watchdog,
+    },
     tensor::HostTensor,
 };
 
@@ -243,16 +246,20 @@ impl Session for RemoteStage<'_> {
         }
     }
 
-    fn run(
+    /// No device memory passes between processes.
+    fn run_placed(
         &mut self,
-        inputs: &[(&str, &HostTensor)],
-        outputs: &[&str],
-    ) -> Result<Vec<HostTensor>, RuntimeError> {
-        let wanted = outputs.iter().map(|name| (*name).to_owned()).collect();
-        let reply = self.ask_with(inputs, |inputs| Request::Run { inputs, outputs: wanted })?;
+        inputs: &[(&str, TensorView<'_>)],
+        outputs: &[(&str, Placement)],
+    ) -> Result<Vec<Tensor>, RuntimeError> {
+        let wanted = outputs.iter().map(|(name, _)| (*name).to_owned()).collect();
+        let inputs = inputs.iter().map(|(name, tensor)| Ok((*name, tensor.on_host()?)));
+        let inputs = inputs.collect::<Result<Vec<_>, RuntimeError>>()?;
+        let inputs: Vec<_> = inputs.iter().map(|(name, tensor)| (*name, &**tensor)).collect();
+        let reply = self.ask_with(&inputs, |inputs| Request::Run { inputs, outputs: wanted })?;
         match reply {
             Reply::Ran { tensors } if tensors.len() == outputs.len() => {
-                tensors.iter().map(|tensor| self.workers.exchange.take(tensor)).collect()
+                tensors.iter().map(|tensor| Ok(Tensor::Host(self.workers.exchange.take(tensor)?))).collect()
             }
             other => Err(unexpected(&format!("{other:?}"))),
         }
