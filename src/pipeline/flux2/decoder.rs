@@ -207,7 +207,7 @@ impl Flux2<'_> {
             let part = HostTensor::new(&matrix(part.len() / channels, channels), part);
             let result = stage.run(&[("q_chunk", &part)], &["attn_chunk"])?.remove(0);
             let result = shaped(ATTENTION, "attn_chunk", result, &part.shape)?;
-            attended.extend((0..own).map(|index| result.values.f32_at(index)));
+            attended.extend_from_slice(&result.to_f32()[..own]);
         }
         stage.close(run.plan, &mut run.watch)?;
         let attended = HostTensor::f32(&shape, attended);
