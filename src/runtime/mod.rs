@@ -24,7 +24,7 @@ mod warm;
 mod watchdog;
 mod worker;
 
-pub use bundle::Binding;
+pub use bundle::{Binding, OpenedAhead};
 pub use device::{Device, DeviceKind, Provider, Runtime, RuntimeOptions, expected_profile};
 pub use error::RuntimeError;
 pub use executor::{Executor, Session};

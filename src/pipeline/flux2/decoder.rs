@@ -2,13 +2,12 @@
 
 use viaduct_export::arch::flux2::form::ChunkedAttention;
 
-use super::{Flux2, Flux2Error, misshapen, shaped};
+use super::{Flux2, Flux2Error, Request, misshapen, shaped};
 use crate::{
     pipeline::{
         image::{check_finite, check_varied},
         noise::unpack_latents,
         run::Run,
-        size::Size,
     },
     tensor::{HostTensor, Values},
 };
@@ -33,11 +32,11 @@ impl Flux2<'_> {
     pub(super) fn decode(
         &self,
         decoding: Decoding,
-        size: Size,
+        request: &Request,
         run: &mut Run<'_>,
     ) -> Result<HostTensor, Flux2Error> {
         let Decoding { done, mut x, mut attended } = decoding;
-        let sizes = self.sizes(size, self.form.steps(), run.plan);
+        let (size, sizes) = (request.size, self.sizes(request.size, request.steps, run.plan));
         let stages = self.form.post_stages();
         let mut input = match done {
             0 => self.form.decoder().first[1].to_owned(),
@@ -79,7 +78,7 @@ impl Flux2<'_> {
     /// The furthest state of the decoder that an earlier attempt kept.
     pub(super) fn kept_decoding(
         &self,
-        size: Size,
+        request: &Request,
         run: &mut Run<'_>,
     ) -> Result<Option<Decoding>, Flux2Error> {
         for (index, name) in self.form.post_stages().iter().enumerate().rev() {
@@ -103,7 +102,7 @@ impl Flux2<'_> {
             return Ok(None);
         };
         run.resume(first.to_owned());
-        let attended = self.attend([q, kt, v], attention, size, run)?;
+        let attended = self.attend([q, kt, v], attention, request, run)?;
         Ok(Some(Decoding { done: 0, x, attended: Some(attended) }))
     }
 
@@ -111,12 +110,12 @@ impl Flux2<'_> {
     pub(super) fn decode_middle(
         &self,
         latents: &HostTensor,
-        size: Size,
+        request: &Request,
         run: &mut Run<'_>,
     ) -> Result<Decoding, Flux2Error> {
-        let [rows, columns] = size.grid();
+        let [rows, columns] = request.size.grid();
         let latents = unpack_latents(latents, rows, columns)?;
-        let sizes = self.sizes(size, self.form.steps(), run.plan);
+        let sizes = self.sizes(request.size, request.steps, run.plan);
         let chain = self.form.decoder();
         let [first, state] = chain.first;
         let mut stage = self.stage(first, &sizes, run.executor, run.plan, &mut run.watch)?;
@@ -139,7 +138,7 @@ impl Flux2<'_> {
         let kept = [(state, &x)].into_iter().chain(ATTENTION_INPUTS.into_iter().zip(&tensors));
         run.keep(&kept.collect::<Vec<_>>(), &[]);
         let attended = match (chain.attention, <[HostTensor; 3]>::try_from(tensors)) {
-            (Some(attention), Ok(inputs)) => Some(self.attend(inputs, attention, size, run)?),
+            (Some(attention), Ok(inputs)) => Some(self.attend(inputs, attention, request, run)?),
             _ => None,
         };
         Ok(Decoding { done: 0, x, attended })
@@ -151,11 +150,11 @@ impl Flux2<'_> {
         &self,
         [q, kt, v]: [HostTensor; 3],
         attention: ChunkedAttention,
-        size: Size,
+        request: &Request,
         run: &mut Run<'_>,
     ) -> Result<HostTensor, Flux2Error> {
         let ([first, state], sizes) =
-            (self.form.decoder().first, self.sizes(size, self.form.steps(), run.plan));
+            (self.form.decoder().first, self.sizes(request.size, request.steps, run.plan));
         let shape = q.shape.clone();
         let (Some(&channels), false) = (shape.last(), shape.contains(&0)) else {
             return Err(misshapen(first, "q", "[1, height, width, channels]".to_owned(), &q));
