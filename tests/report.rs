@@ -399,6 +399,37 @@ fn whether_all_sessions_may_stay_is_told() {
 }
 
 #[test]
+fn what_is_opened_ahead_is_told_and_counted() {
+    let bundle = bundle();
+    let chain = |budget: &str| {
+        let arguments = format!("--device llvmpipe --budget {budget}");
+        let told = text(&report(&bundle.path(), &arguments).stdout);
+        (json_of(&bundle.path(), &arguments)["chain"].clone(), told)
+    };
+    let (roomy, told) = chain("64GiB");
+    let next = |stage: usize| &roomy["overlap"][stage]["next"];
+    assert_eq!(
+        (&roomy["overlap"][0]["stage"], next(0)[0].as_str()),
+        (&"text_encoder".into(), Some("modulation"))
+    );
+    assert_eq!(next(1), next(2));
+    assert_eq!(next(3), &serde_json::json!([]), "nothing comes after the decoder");
+    assert!(roomy["overlap_peak"].as_u64() > roomy["peak"].as_u64(), "{roomy}");
+    assert!(
+        told.contains("opened ahead, while the component before computes: modulation, transformer, vae_pre"),
+        "{told}"
+    );
+
+    let (tight, told) = chain(&roomy["peak"].to_string());
+    assert_eq!(
+        (&tight["overlap"], &tight["overlap_peak"]),
+        (&serde_json::json!([]), &roomy["peak"]),
+        "{told}"
+    );
+    assert!(told.contains("one session at a time"), "{told}");
+}
+
+#[test]
 fn the_external_data_of_a_model_need_not_be_there() {
     let folder = scratch();
     let path = folder.path().join("model.onnx");

@@ -162,12 +162,12 @@ struct Group {
 }
 
 impl Group {
-    fn with_limit(bytes: u64) -> Option<Group> {
+    fn with_limit(name: &str, bytes: u64) -> Option<Group> {
         for (hierarchy, limit, events) in [
             ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.oom_control"),
             ("/sys/fs/cgroup", "memory.max", "memory.events"),
         ] {
-            let folder = Path::new(hierarchy).join(format!("viaduct-test-{}", std::process::id()));
+            let folder = Path::new(hierarchy).join(format!("viaduct-{name}-{}", std::process::id()));
             if fs::create_dir(&folder).is_err() {
                 continue;
             }
@@ -195,7 +195,7 @@ impl Drop for Group {
 
 #[test]
 fn a_worker_in_a_control_group_is_stopped_before_the_kernel_does() {
-    let Some(group) = Group::with_limit(600 * MIB) else {
+    let Some(group) = Group::with_limit("greedy", 600 * MIB) else {
         println!("skipped: this user may make no control group with a limit");
         return;
     };
@@ -208,6 +208,32 @@ fn a_worker_in_a_control_group_is_stopped_before_the_kernel_does() {
     let stopped = assert_stopped(status, stopped, Limit::Cgroup);
     assert!(stopped.held() < 600 * MIB, "{stopped}");
     assert_eq!(group.kernel_kills(), 0);
+}
+
+#[test]
+fn a_worker_that_yields_is_stopped_first_and_the_other_goes_on() {
+    let Some(group) = Group::with_limit("yielding", 600 * MIB) else {
+        println!("skipped: this user may make no control group with a limit");
+        return;
+    };
+    let (mut needed, mut ahead) = (start("hold"), start("grow"));
+    for child in [&needed, &ahead] {
+        fs::write(group.folder.join("cgroup.procs"), child.id().to_string()).unwrap();
+    }
+    let watchdog = Watchdog::start(MemorySource::at("/"), Floor::Bytes(ByteSize(200 * MIB))).unwrap();
+    // Listed first, and yet not the first to be killed.
+    let guard = watchdog.guard(needed.id(), "transformer", GIB).unwrap();
+    let yielding = watchdog.guard(ahead.id(), "vae_post1", GIB).unwrap();
+    yielding.yield_to_others();
+    go(&mut needed);
+    go(&mut ahead);
+    let (status, stopped) = finish(ahead, yielding);
+    assert_stopped(status, stopped, Limit::Cgroup);
+    thread::sleep(Duration::from_millis(500));
+    assert_eq!(guard.stopped(), None);
+    assert!(needed.try_wait().unwrap().is_none());
+    needed.kill().unwrap();
+    assert_eq!(finish(needed, guard).1, None);
 }
 
 #[test]

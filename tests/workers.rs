@@ -19,6 +19,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use serde_json::Value;
 use support::{Bundle, Checkpoint, scratch, viaduct};
 use tempfile::TempDir;
 use viaduct::pipeline::event::Event;
@@ -78,7 +79,7 @@ impl Case {
         png
     }
 
-    /// The one line of a run that failed, of which no exchange folder is left.
+    /// The one line of a run that failed, of which neither a process nor an exchange folder is left.
     #[track_caller]
     fn failure(&self, output: Output, code: i32) -> String {
         let told = text(&output.stderr);
@@ -87,6 +88,7 @@ impl Case {
         assert!(told.starts_with("error: "), "{told}");
         assert!(!self.out().exists());
         assert_eq!(self.exchange_folders(), [""; 0]);
+        wait_until("all workers end", || self.processes().is_empty());
         told
     }
 
@@ -96,15 +98,36 @@ impl Case {
         names
     }
 
-    /// A run that is halted after its first step, and the worker that it then has.
-    fn halted(&self, more: &[&str]) -> (Child, u32) {
+    /// Processes of this case that live, workers without a parent among them.
+    fn processes(&self) -> Vec<u32> {
+        let runs = self.runs();
+        let is_own = |pid: &u32| {
+            let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+            environment
+                .split(|byte| *byte == 0)
+                .any(|entry| entry.strip_prefix(b"VIADUCT_RUNS=") == Some(runs.as_os_str().as_bytes()))
+        };
+        processes().into_iter().filter(|pid| lives(*pid) && is_own(pid)).collect()
+    }
+
+    /// The largest predicted peak of a stage.
+    fn peak(&self) -> u64 {
+        let mut command = viaduct();
+        command.arg("report").arg(self.bundle.path()).args(["--device", "cpu", "--json"]);
+        let report: Value = serde_json::from_slice(&command.output().unwrap().stdout).unwrap();
+        report["chain"]["peak"].as_u64().unwrap()
+    }
+
+    /// A run that is halted after its first step, the worker that it then has, and the one that opens the decoder.
+    fn halted(&self, more: &[&str]) -> (Child, u32, u32) {
         let mut command = self.command(more);
         command.env("VIADUCT_TEST_STOP", "STOP@step:1").process_group(0);
         let parent = command.spawn().unwrap();
         wait_until("the run halts", || state(parent.id()) == Some('T'));
-        let workers = children(parent.id());
-        assert_eq!(workers.len(), 1, "{workers:?}");
-        (parent, workers[0])
+        match children(parent.id())[..] {
+            [worker, ahead] => (parent, worker, ahead),
+            ref others => panic!("{others:?}"),
+        }
     }
 }
 
@@ -118,17 +141,34 @@ fn names(folder: &Path) -> Vec<String> {
     names.into_iter().collect()
 }
 
-/// State and parent of a process; none if there is no such process.
-fn stat(pid: u32) -> Option<(char, u32)> {
+/// What the kernel tells of a process (proc_pid_stat(5)).
+struct Stat {
+    state: char,
+    parent: u32,
+    /// When it started, in ticks of the clock.
+    start: u64,
+}
+
+/// None if there is no such process.
+fn stat(pid: u32) -> Option<Stat> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name before it may contain anything.
     let (_, rest) = stat.rsplit_once(") ")?;
-    let mut fields = rest.split(' ');
-    Some((fields.next()?.chars().next()?, fields.next()?.parse().ok()?))
+    let fields: Vec<&str> = rest.split(' ').collect();
+    Some(Stat {
+        state: fields.first()?.chars().next()?,
+        parent: fields.get(1)?.parse().ok()?,
+        start: fields.get(19)?.parse().ok()?,
+    })
 }
 
 fn state(pid: u32) -> Option<char> {
-    stat(pid).map(|(state, _)| state)
+    stat(pid).map(|stat| stat.state)
+}
+
+fn processes() -> Vec<u32> {
+    let entries = fs::read_dir("/proc").unwrap().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
 /// A process that ended but was not collected is not alive.
@@ -136,10 +176,13 @@ fn lives(pid: u32) -> bool {
     state(pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))
 }
 
+/// In the order in which they were started.
 fn children(parent: u32) -> Vec<u32> {
-    let entries = fs::read_dir("/proc").unwrap().flatten();
-    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    pids.filter(|pid| stat(*pid).is_some_and(|(state, own)| own == parent && state != 'Z')).collect()
+    let own =
+        |pid: u32| Some((stat(pid).filter(|stat| stat.parent == parent && stat.state != 'Z')?.start, pid));
+    let mut children: Vec<_> = processes().into_iter().filter_map(own).collect();
+    children.sort_unstable();
+    children.into_iter().map(|(_, pid)| pid).collect()
 }
 
 fn maps_the_library(pid: u32) -> bool {
@@ -191,8 +234,8 @@ fn the_parent_never_loads_the_runtime() {
         }
         sleep(Duration::from_millis(2));
     }
-    // One for each component.
-    assert!(with.len() >= 2 && seen.len() <= 4, "{with:?} of {seen:?}");
+    // One for each component: those that open stages ahead are taken over.
+    assert!(with.len() >= 2 && seen.len() <= 3, "{with:?} of {seen:?}");
     case.take(parent.wait_with_output().unwrap());
     assert!(!seen.into_iter().any(lives));
 }
@@ -266,7 +309,7 @@ fn a_worker_that_talks_nonsense_costs_one_line() {
 fn a_killed_parent_leaves_no_worker_and_the_next_run_clears_up() {
     let case = Case::new();
     let undisturbed = case.draw(&[]);
-    let (mut parent, worker) = case.halted(&[]);
+    let (mut parent, worker, ahead) = case.halted(&[]);
     assert!(!maps_the_library(parent.id()) && maps_the_library(worker));
     let exchange = case.exchange_folders();
     assert_eq!(exchange.len(), 1, "{exchange:?}");
@@ -277,7 +320,7 @@ fn a_killed_parent_leaves_no_worker_and_the_next_run_clears_up() {
     assert_eq!(case.exchange_folders(), exchange);
     parent.kill().unwrap();
     assert_eq!(parent.wait().unwrap().signal(), Some(libc::SIGKILL));
-    wait_until("the worker ends", || !lives(worker));
+    wait_until("the workers end", || !lives(worker) && !lives(ahead));
     assert_eq!(case.exchange_folders(), exchange);
     assert!(case.draw(&[]) == undisturbed);
 }
@@ -316,12 +359,53 @@ fn tensors_pass_through_a_private_folder_wherever_it_lies() {
 fn a_killed_worker_costs_one_line_and_the_run_goes_on() {
     let case = Case::new();
     let undisturbed = case.draw(&[]);
-    let (parent, worker) = case.halted(&[]);
+    let (parent, worker, _) = case.halted(&[]);
     send(worker as i32, libc::SIGKILL);
     send(parent.id() as i32, libc::SIGCONT);
     let told = case.failure(parent.wait_with_output().unwrap(), 1);
     assert!(told.contains("transformer") && told.contains("signal 9"), "{told}");
     assert!(case.draw(&[]) == undisturbed);
+}
+
+#[test]
+fn within_a_tight_budget_nothing_is_opened_ahead() {
+    let case = Case::new();
+    let undisturbed = case.draw(&[]);
+    let budget = case.peak().to_string();
+    let mut parent = case.command(&["--budget", &budget, "--progress", "auto"]).spawn().unwrap();
+    while parent.try_wait().unwrap().is_none() {
+        let workers = children(parent.id());
+        assert!(workers.len() <= 1, "{workers:?}");
+        sleep(Duration::from_millis(2));
+    }
+    let output = parent.wait_with_output().unwrap();
+    let told = text(&output.stderr);
+    assert!(case.take(output) == undisturbed);
+    assert!(told.contains("plan: at most") && !told.contains("ahead"), "{told}");
+    let roomy = case.command(&["--progress", "auto"]).output().unwrap();
+    let told = text(&roomy.stderr);
+    assert!(case.take(roomy) == undisturbed);
+    assert!(told.contains("vae_pre, vae_attention, vae_post0 loaded ahead"), "{told}");
+}
+
+#[test]
+fn a_worker_that_is_lost_ahead_of_its_turn_is_replaced() {
+    let case = Case::new();
+    let undisturbed = case.draw(&[]);
+    for stage in ["modulation", "transformer", "vae_pre"] {
+        let mut command = case.command(&[]);
+        command.env("VIADUCT_TEST_WORKER", format!("crash-ahead:{stage}"));
+        assert!(case.take(command.output().unwrap()) == undisturbed, "{stage}");
+    }
+    for signal in [libc::SIGKILL, libc::SIGABRT] {
+        let (parent, worker, ahead) = case.halted(&[]);
+        send(ahead as i32, signal);
+        wait_until("the worker ahead ends", || !lives(ahead));
+        assert!(lives(worker));
+        send(parent.id() as i32, libc::SIGCONT);
+        assert!(case.take(parent.wait_with_output().unwrap()) == undisturbed, "{signal}");
+    }
+    assert_eq!(case.processes(), [0; 0]);
 }
 
 /// What a terminal sends to all processes of a command at once.

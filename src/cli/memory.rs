@@ -5,7 +5,7 @@ use viaduct_export::{arch::SizesRequest, bundle::Stages, bytes::ByteSize};
 
 use crate::{
     pipeline::event::{Event, Listener},
-    plan::{Budget, Plan, PlannedModel},
+    plan::{Beside, Budget, Plan, PlannedModel},
     runtime::{
         Device, Watchdog,
         memory::{Floor, GpuMemory, MemorySource, effective_budget},
@@ -57,9 +57,8 @@ impl MemoryArguments {
         in_process: bool,
         listener: &mut dyn Listener,
     ) -> anyhow::Result<Plan> {
-        let besides = if in_process { PIPELINE } else { 0 };
-        let model =
-            PlannedModel::new(stages, device.profile(), self.budget(device, listener))?.besides(besides);
+        let model = PlannedModel::new(stages, device.profile(), self.budget(device, listener))?;
+        let model = if in_process { model.besides(PIPELINE) } else { model.overlapped() };
         let plan = model.plan(picture)?;
         if let Err(over) = model.check(&plan, picture) {
             if !force {
@@ -91,10 +90,15 @@ impl MemoryArguments {
             }
         }
         plan.choices().into_iter().for_each(|choice| listener.on_event(Event::note(choice)));
-        if let Some(stage) = plan.largest() {
-            let peak = ByteSize(plan.budget.counted(stage.predicted));
+        if let Some((stage, held)) = plan.peak() {
+            let peak = ByteSize(plan.budget.counted(held));
+            let beside: Vec<_> = plan.overlap.of(&stage.name).into_iter().flat_map(Beside::all).collect();
+            let ahead = match beside.is_empty() {
+                true => String::new(),
+                false => format!(" with {} loaded ahead", beside.join(", ")),
+            };
             listener.on_event(Event::note(format!(
-                "plan: at most {peak}, in {}, of {}",
+                "plan: at most {peak}, in {}{ahead}, of {}",
                 stage.name, plan.budget
             )));
         }

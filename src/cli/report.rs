@@ -190,7 +190,7 @@ fn of_stages(stages: &dyn Stages, arguments: &Arguments, device: DeviceProfile) 
     let bound: Sizes = arguments.dim.iter().cloned().collect();
     let subject = Subject { stages, only, bound: &bound };
     let budget = arguments.budget.map(|budget| budget.0);
-    let model = PlannedModel::new(&subject, device.clone(), Budget::asked(&device, budget))?;
+    let model = PlannedModel::new(&subject, device.clone(), Budget::asked(&device, budget))?.overlapped();
     check_names(&arguments.dim, model.graphs().iter().map(|(_, graph)| graph))?;
     let picture = picture(stages, arguments)?;
     let plan = model.plan(&picture)?;

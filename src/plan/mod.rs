@@ -1,10 +1,12 @@
 //! The plan of a run: how each stage is set so that it fits the memory there is, decided before anything is allocated.
 //!
 //! A stage has two settings that trade speed for memory. They are tried from the fastest on, and the first that fits is
-//! taken. What fits with none of them is refused, with the largest offender and the nearest size that would fit.
+//! taken. What fits with none of them is refused, with the largest offender and the nearest size that would fit. Where
+//! there is room for more than one stage, the next component's sessions are made ahead ([`Overlap`]).
 
 mod budget;
 mod model;
+mod overlap;
 
 use std::fmt;
 
@@ -20,9 +22,10 @@ use viaduct_export::{
 pub use self::{
     budget::Budget,
     model::{PlanError, PlannedModel},
+    overlap::{Beside, Overlap},
 };
 pub use crate::runtime::Settings;
-use crate::runtime::{LowerError, Lowered, lower};
+use crate::runtime::{LowerError, Lowered, OpenedAhead, lower};
 
 /// One stage of the plan.
 #[derive(Clone, Debug, Serialize)]
@@ -45,6 +48,8 @@ pub struct Plan {
     pub stages: Vec<PlannedStage>,
     /// Whether the sessions of all stages fit beside each other, so that they could stay loaded.
     pub may_stay_loaded: bool,
+    /// What is loaded beside each stage; nothing unless it was asked for ([`PlannedModel::overlapped`]).
+    pub overlap: Overlap,
 }
 
 /// A stage that fits with no setting.
@@ -101,8 +106,8 @@ impl Plan {
     ) -> Plan {
         let planned = |graph| plan_stage(graph, sizes, device, budget, besides);
         let stages: Vec<_> = graphs.iter().map(planned).collect();
-        let may_stay_loaded = budget.holds(all_loaded(&stages));
-        Plan { budget, stages, may_stay_loaded }
+        let may_stay_loaded = budget.holds(overlap::sum(&stages));
+        Plan { budget, stages, may_stay_loaded, overlap: Overlap::default() }
     }
 
     pub fn stage(&self, name: &str) -> Option<&PlannedStage> {
@@ -114,9 +119,32 @@ impl Plan {
         self.stage(name).map(|stage| stage.settings).unwrap_or_default()
     }
 
-    /// Bytes that a stage's process is predicted to take.
+    /// Bytes that a stage's process is predicted to take, with the stages that it has opened ahead.
     pub fn bytes(&self, name: &str) -> Option<u64> {
-        self.stage(name).map(|stage| stage.predicted.total())
+        let own = self.overlap.of(name).map_or(&[][..], |beside| &beside.own);
+        let waiting = own.iter().filter_map(|name| self.stage(name));
+        Some(overlap::sum([self.stage(name)?].into_iter().chain(waiting)).total())
+    }
+
+    /// What may be opened in another process while the stage is in use.
+    pub fn opened_ahead(&self, name: &str) -> Vec<OpenedAhead<'_>> {
+        let next = self.overlap.of(name).map_or(&[][..], |beside| &beside.next);
+        let stages = next.iter().filter_map(|name| self.stage(name));
+        let ahead = stages.map(|PlannedStage { name, settings, .. }| OpenedAhead {
+            stage: name,
+            settings: *settings,
+            planned: self.bytes(name).unwrap_or_default(),
+        });
+        ahead.collect()
+    }
+
+    /// The stage beside which the most is held, and the sum of both.
+    pub fn peak<'p>(&'p self) -> Option<(&'p PlannedStage, Predicted)> {
+        let moment = |stage: &'p PlannedStage| {
+            let beside = self.overlap.of(&stage.name).into_iter().flat_map(Beside::all);
+            (stage, overlap::sum([stage].into_iter().chain(beside.filter_map(|name| self.stage(name)))))
+        };
+        self.stages.iter().rev().map(moment).max_by_key(|(_, sum)| self.budget.counted(*sum))
     }
 
     /// The stage with the largest counted peak.
@@ -243,15 +271,6 @@ fn forms<'a>(
     })
 }
 
-/// All sessions at once: what each takes between runs is at most its peak, to which the outputs belong that it hands to
-/// the next, on host and device.
-fn all_loaded(stages: &[PlannedStage]) -> Predicted {
-    stages.iter().fold(Predicted::default(), |sum, stage| Predicted {
-        device: sum.device.saturating_add(stage.predicted.device),
-        host: sum.host.saturating_add(stage.predicted.host),
-    })
-}
-
 /// The largest value in `1..below` for which something holds, if it holds for small ones and not for large ones. Where it
 /// does not even hold for 1, no other is tried.
 pub fn largest_that(below: usize, holds: impl Fn(usize) -> bool) -> Option<usize> {
@@ -307,7 +326,7 @@ mod tests {
         };
         let budget = Budget { unified: false, host: 5, device: 10, total: 15 };
         let stages = vec![stage("transformer", 9, 1), stage("vae", 2, 6)];
-        let plan = Plan { budget, stages, may_stay_loaded: false };
+        let plan = Plan { budget, stages, may_stay_loaded: false, overlap: Overlap::default() };
         assert_eq!(plan.largest().unwrap().name, "transformer");
         assert_eq!(plan.offender().unwrap().name, "vae");
         assert!(plan.check("64x64", || None).is_err());

@@ -8,7 +8,7 @@ use viaduct_export::{
     shapes::Sizes,
 };
 
-use super::{Budget, OverBudget, Plan, Settings, largest_that};
+use super::{Budget, OverBudget, Overlap, Plan, Settings, largest_that};
 
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
@@ -25,6 +25,7 @@ pub struct PlannedModel<'a> {
     device: DeviceProfile,
     budget: Budget,
     besides: u64,
+    overlapped: bool,
 }
 
 impl<'a> PlannedModel<'a> {
@@ -36,12 +37,17 @@ impl<'a> PlannedModel<'a> {
     ) -> Result<PlannedModel<'a>, BundleError> {
         let graph = |name: &str| Ok((name.to_owned(), stages.model(name)?));
         let graphs = stages.stage_names().into_iter().map(graph).collect::<Result<_, BundleError>>()?;
-        Ok(PlannedModel { stages, graphs, device, budget, besides: 0 })
+        Ok(PlannedModel { stages, graphs, device, budget, besides: 0, overlapped: false })
     }
 
     /// The process of every stage holds so many bytes of other things.
     pub fn besides(self, bytes: u64) -> PlannedModel<'a> {
         PlannedModel { besides: bytes, ..self }
+    }
+
+    /// Stages run in a process per component, of which the next opens its first stages ahead where they fit.
+    pub fn overlapped(self) -> PlannedModel<'a> {
+        PlannedModel { overlapped: true, ..self }
     }
 
     pub fn graphs(&self) -> &[(String, Model)] {
@@ -62,7 +68,13 @@ impl<'a> PlannedModel<'a> {
         // One failing request fails for all settings: they differ in the chunks alone.
         self.sizes(picture, &Settings::default())?;
         let sizes = |settings: &Settings| self.sizes(picture, settings).unwrap_or_default();
-        Ok(Plan::new(&self.graphs, &sizes, &self.device, self.budget, self.besides))
+        let mut plan = Plan::new(&self.graphs, &sizes, &self.device, self.budget, self.besides);
+        if self.overlapped {
+            let stages: Vec<_> =
+                plan.stages.iter().map(|stage| (self.stages.component(&stage.name), stage)).collect();
+            plan.overlap = Overlap::new(&stages, self.budget);
+        }
+        Ok(plan)
     }
 
     /// Refuses a picture that does not fit, and names the nearest size of the same shape that does.

@@ -193,8 +193,8 @@ mod tests {
 
     fn drawn(name: &str, device: &str, budget: Option<u64>, stages: Vec<StageReport>) -> Report {
         let device = DeviceProfile::preset(device).unwrap();
-        let plan =
-            Plan { budget: Budget::asked(&device, budget), stages: Vec::new(), may_stay_loaded: false };
+        let budgeted = Budget::asked(&device, budget);
+        let plan = Plan::new(&[], &|_| Default::default(), &device, budgeted, 0);
         Report::new(name.to_owned(), None, device, budget, &plan, stages)
     }
 

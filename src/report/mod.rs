@@ -15,7 +15,7 @@ use viaduct_export::{
 };
 
 use crate::{
-    plan::{Budget, Plan, Settings, analyse_stage},
+    plan::{Budget, Overlap, Plan, Settings, analyse_stage},
     runtime::Attention,
 };
 
@@ -60,7 +60,7 @@ impl From<SizesRequest> for Picture {
     }
 }
 
-/// All stages, of which one at a time has a session.
+/// All stages, of which one at a time computes.
 #[derive(Serialize)]
 pub struct Chain {
     /// The stage with the largest predicted peak.
@@ -73,6 +73,10 @@ pub struct Chain {
     pub fits_device: bool,
     /// Whether all sessions fit the budget beside each other; none without a budget.
     pub may_stay_loaded: Option<bool>,
+    /// What is loaded beside each stage, because the next component is opened ahead; none without a budget.
+    pub overlap: Option<Overlap>,
+    /// Bytes of the largest peak with all that is loaded beside; none without a budget.
+    pub overlap_peak: Option<u64>,
     /// Whether every tensor's size is known; where not, every sum is too small.
     pub complete: bool,
 }
@@ -179,6 +183,8 @@ impl Report {
             weights_uploaded: sum(|memory| memory.weights_uploaded),
             fits_device: stages.iter().all(|stage| stage.peak_bytes <= device.memory),
             may_stay_loaded: budget.map(|_| plan.may_stay_loaded),
+            overlap: budget.map(|_| plan.overlap.clone()),
+            overlap_peak: budget.and_then(|_| Some(plan.budget.counted(plan.peak()?.1))),
             complete: stages.iter().all(StageReport::complete),
         };
         let choices = plan.choices();

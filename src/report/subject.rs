@@ -38,6 +38,10 @@ impl Stages for Subject<'_> {
         names.filter(|name| self.only.is_none_or(|only| only == *name)).collect()
     }
 
+    fn component(&self, stage: &str) -> &str {
+        self.stages.component(stage)
+    }
+
     fn model(&self, stage: &str) -> Result<Model, BundleError> {
         self.stages.model(stage)
     }

@@ -7,7 +7,8 @@ use viaduct_export::{
     memory::{Excess, Limit, Quadratic, TensorUse},
 };
 
-use super::{DecoderCuts, Report, StageReport, cuts::remedy, dims};
+use super::{Chain, DecoderCuts, Report, StageReport, cuts::remedy, dims};
+use crate::plan::Overlap;
 use viaduct_export::bytes::ByteSize;
 
 /// Rows of a list that people read; the rest is counted. `--json` has all.
@@ -61,10 +62,7 @@ fn headline(report: &Report) -> String {
         };
         text.push_str(&format!("budget {}: {verdict}\n", ByteSize(budget)));
         if report.stages.len() > 1 {
-            text.push_str(match report.chain.may_stay_loaded {
-                Some(true) => "all sessions fit it beside each other and may stay loaded\n",
-                _ => "one session at a time: all beside each other do not fit it\n",
-            });
+            text.push_str(&beside_each_other(&report.chain));
         }
     }
     report.choices.iter().for_each(|choice| text.push_str(&format!("set for it: {choice}\n")));
@@ -72,6 +70,24 @@ fn headline(report: &Report) -> String {
         text.push_str(&format!("more than the device's memory of {}\n", ByteSize(device.memory)));
     }
     text
+}
+
+/// Which sessions are there at once.
+fn beside_each_other(chain: &Chain) -> String {
+    let ahead = chain.overlap.as_ref().map(Overlap::ahead).unwrap_or_default();
+    let all = match chain.may_stay_loaded {
+        Some(true) => "all sessions fit it beside each other and may stay loaded\n",
+        _ if ahead.is_empty() => "one session at a time: all beside each other do not fit it\n",
+        _ => "all sessions beside each other do not fit it\n",
+    };
+    match ahead.is_empty() {
+        true => all.to_owned(),
+        false => format!(
+            "{all}opened ahead, while the component before computes: {}; at most {} then\n",
+            ahead.join(", "),
+            ByteSize(chain.overlap_peak.unwrap_or_default())
+        ),
+    }
 }
 
 fn stages(report: &Report) -> String {

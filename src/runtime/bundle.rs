@@ -17,12 +17,25 @@ pub struct Binding<'a> {
     pub settings: Settings,
     /// Bytes that the plan predicts for the stage's process, for whoever watches it.
     pub planned: Option<u64>,
+    /// The first stages of the component that comes next, in their order, under the same sizes and with the same values
+    /// exposed: a hint. An executor may have another process open them while this one's component computes, if the plan
+    /// has room for both.
+    pub ahead: &'a [OpenedAhead<'a>],
+}
+
+/// A stage that may be opened before its turn.
+#[derive(Clone, Copy, Debug)]
+pub struct OpenedAhead<'a> {
+    pub stage: &'a str,
+    pub settings: Settings,
+    /// As in [`Binding`].
+    pub planned: u64,
 }
 
 impl<'a> Binding<'a> {
     /// As usual, under these sizes.
     pub fn new(sizes: &'a Sizes) -> Binding<'a> {
-        Binding { sizes, exposed: &[], settings: Settings::default(), planned: None }
+        Binding { sizes, exposed: &[], settings: Settings::default(), planned: None, ahead: &[] }
     }
 }
 

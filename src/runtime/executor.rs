@@ -7,7 +7,8 @@ use viaduct_export::bundle::Bundle;
 use super::{Binding, Device, Placement, Runtime, RuntimeError, Stage, Tensor, TensorView, peak};
 use crate::tensor::HostTensor;
 
-/// Opens stages, one at a time: a session borrows its executor.
+/// Opens stages, one at a time: a session borrows its executor. What [`Binding::ahead`] names may be loaded meanwhile, but it is
+/// used only when it is opened.
 ///
 /// ```compile_fail,E0499
 /// # use viaduct::runtime::{Binding, Executor, RuntimeError};

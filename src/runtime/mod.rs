@@ -29,7 +29,7 @@ mod warm;
 mod watchdog;
 mod worker;
 
-pub use bundle::Binding;
+pub use bundle::{Binding, OpenedAhead};
 pub use device::{Device, DeviceKind, Provider, Runtime, RuntimeOptions, expected_profile};
 pub use device_tensor::DeviceTensor;
 pub use error::RuntimeError;

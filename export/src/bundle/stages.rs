@@ -1,6 +1,6 @@
 //! What opened bundles and outlines have in common: graphs in order, and the family's parameters.
 
-use super::{Bundle, BundleError, Outline};
+use super::{Bundle, BundleError, Outline, Stage};
 use crate::{
     arch::{Architecture, SizesError, SizesRequest, architecture},
     onnx::Model,
@@ -26,6 +26,9 @@ pub trait Stages {
 
     /// Names in the order in which the stages run.
     fn stage_names(&self) -> Vec<&str>;
+
+    /// The part of the model that a stage belongs to; nothing for a stage that is not there.
+    fn component(&self, stage: &str) -> &str;
 
     /// A stage's graph.
     fn model(&self, stage: &str) -> Result<Model, BundleError>;
@@ -66,6 +69,11 @@ impl Stages for Bundle {
         self.manifest.stages.iter().map(|stage| stage.name.as_str()).collect()
     }
 
+    fn component(&self, stage: &str) -> &str {
+        let found = self.manifest.stages.iter().find(|s| s.name == stage);
+        found.map_or("", Stage::component)
+    }
+
     fn model(&self, stage: &str) -> Result<Model, BundleError> {
         Bundle::model(self, stage)
     }
@@ -90,6 +98,11 @@ impl Stages for Outline {
 
     fn stage_names(&self) -> Vec<&str> {
         self.stages.iter().map(|stage| stage.name.as_str()).collect()
+    }
+
+    fn component(&self, stage: &str) -> &str {
+        let found = self.stages.iter().find(|s| s.name == stage);
+        found.map_or("", |stage| stage.component)
     }
 
     fn model(&self, stage: &str) -> Result<Model, BundleError> {

@@ -29,13 +29,14 @@ impl Graphs for Authored {
         &self,
         flux2: &Flux2<'_>,
         prompts: &[EncodedPrompt],
+        sizes: &Sizes,
         run: &mut Run<'_>,
     ) -> Result<Vec<HostTensor>, Flux2Error> {
         let text = &self.0.text;
         let path = flux2.bundle.path(&text.embedding.file)?;
         let pad_keys = if text.mask_padding { PadKeys::Hidden } else { PadKeys::Visible };
         let (cos, sin) = rope_tables_1d(text.length, text.head_dim, text.rope_theta)?;
-        let mut stage = flux2.stage(TEXT_ENCODER, &Sizes::new(), run.executor, run.plan, &mut run.watch)?;
+        let mut stage = flux2.stage(TEXT_ENCODER, sizes, run.executor, run.plan, &mut run.watch)?;
         let mut encode = |prompt: &EncodedPrompt| {
             let embeds = gather_rows(&path, &text.embedding, &prompt.ids)?;
             let Values::I64(mask) = &prompt.mask.values else {
@@ -56,9 +57,10 @@ impl Graphs for Authored {
         flux2: &Flux2<'_>,
         size: Size,
         schedule: &Schedule,
+        sizes: &Sizes,
         run: &mut Run<'_>,
     ) -> Result<Conditions, Flux2Error> {
-        let modulations = self.modulate(flux2, schedule, run)?;
+        let modulations = self.modulate(flux2, schedule, sizes, run)?;
         let (cos, sin) = self.joint_tables(size, run.watch.probe)?;
         let of_step = |step| modulations.iter().map(|(name, tensor)| (*name, tensor.row(step))).collect();
         Ok(Conditions {
@@ -75,6 +77,7 @@ impl Authored {
         &self,
         flux2: &Flux2<'_>,
         schedule: &Schedule,
+        sizes: &Sizes,
         run: &mut Run<'_>,
     ) -> Result<Inputs, Flux2Error> {
         let transformer = &self.0.transformer;
@@ -82,8 +85,7 @@ impl Authored {
         let steps = &schedule.sigmas()[..schedule.steps()];
         let times = steps.iter().flat_map(|s| time_embedding(*s, channels, transformer.time_order)).collect();
         let times = HostTensor::f32(&[steps.len(), channels], times);
-        let sizes = Sizes::from([("steps".to_owned(), steps.len())]);
-        let mut stage = flux2.stage("modulation", &sizes, run.executor, run.plan, &mut run.watch)?;
+        let mut stage = flux2.stage("modulation", sizes, run.executor, run.plan, &mut run.watch)?;
         let outputs = ["dit_temb", MODULATIONS[0], MODULATIONS[1], MODULATIONS[2], MODULATIONS[3]];
         let mut tensors = stage.run(&[("time_embedding", &times)], &outputs)?;
         stage.close(run.plan, &mut run.watch)?;

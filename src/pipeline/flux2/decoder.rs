@@ -2,13 +2,12 @@
 
 use viaduct_export::arch::flux2::form::ChunkedAttention;
 
-use super::{Flux2, Flux2Error, misshapen, shaped};
+use super::{Flux2, Flux2Error, Request, misshapen, shaped};
 use crate::{
     pipeline::{
         image::{check_finite, check_varied},
         noise::unpack_latents,
         run::Run,
-        size::Size,
     },
     runtime::{Placement, Tensor},
     tensor::{HostTensor, Values},
@@ -34,11 +33,11 @@ impl Flux2<'_> {
     pub(super) fn decode(
         &self,
         decoding: Decoding,
-        size: Size,
+        request: &Request,
         run: &mut Run<'_>,
     ) -> Result<HostTensor, Flux2Error> {
         let Decoding { done, mut x, mut attended } = decoding;
-        let sizes = self.sizes(size, self.form.steps(), run.plan);
+        let (size, sizes) = (request.size, self.sizes(request.size, request.steps, run.plan));
         let stages = self.form.post_stages();
         let mut input = match done {
             0 => self.form.decoder().first[1].to_owned(),
@@ -90,7 +89,7 @@ impl Flux2<'_> {
     /// The furthest state of the decoder that an earlier attempt kept.
     pub(super) fn kept_decoding(
         &self,
-        size: Size,
+        request: &Request,
         run: &mut Run<'_>,
     ) -> Result<Option<Decoding>, Flux2Error> {
         for (index, name) in self.form.post_stages().iter().enumerate().rev() {
@@ -114,7 +113,7 @@ impl Flux2<'_> {
             return Ok(None);
         };
         run.resume(first.to_owned());
-        let attended = self.attend([q, kt, v], attention, size, run)?;
+        let attended = self.attend([q, kt, v], attention, request, run)?;
         Ok(Some(Decoding { done: 0, x, attended: Some(attended) }))
     }
 
@@ -122,12 +121,12 @@ impl Flux2<'_> {
     pub(super) fn decode_middle(
         &self,
         latents: &HostTensor,
-        size: Size,
+        request: &Request,
         run: &mut Run<'_>,
     ) -> Result<Decoding, Flux2Error> {
-        let [rows, columns] = size.grid();
+        let [rows, columns] = request.size.grid();
         let latents = unpack_latents(latents, rows, columns)?;
-        let sizes = self.sizes(size, self.form.steps(), run.plan);
+        let sizes = self.sizes(request.size, request.steps, run.plan);
         let chain = self.form.decoder();
         let [first, state] = chain.first;
         // Without stages behind it this one draws the picture.
@@ -160,7 +159,7 @@ impl Flux2<'_> {
         }
         run.keep(&kept, &[]);
         let attended = match (chain.attention, <[HostTensor; 3]>::try_from(tensors)) {
-            (Some(attention), Ok(inputs)) => Some(self.attend(inputs, attention, size, run)?),
+            (Some(attention), Ok(inputs)) => Some(self.attend(inputs, attention, request, run)?),
             _ => None,
         };
         Ok(Decoding { done: 0, x, attended })
@@ -172,11 +171,11 @@ impl Flux2<'_> {
         &self,
         [q, kt, v]: [HostTensor; 3],
         attention: ChunkedAttention,
-        size: Size,
+        request: &Request,
         run: &mut Run<'_>,
     ) -> Result<HostTensor, Flux2Error> {
         let ([first, state], sizes) =
-            (self.form.decoder().first, self.sizes(size, self.form.steps(), run.plan));
+            (self.form.decoder().first, self.sizes(request.size, request.steps, run.plan));
         let shape = q.shape.clone();
         let (Some(&channels), false) = (shape.last(), shape.contains(&0)) else {
             return Err(misshapen(first, "q", "[1, height, width, channels]".to_owned(), &q));

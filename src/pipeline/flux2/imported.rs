@@ -22,10 +22,10 @@ impl Graphs for Imported {
         &self,
         flux2: &Flux2<'_>,
         prompts: &[EncodedPrompt],
+        sizes: &Sizes,
         run: &mut Run<'_>,
     ) -> Result<Vec<HostTensor>, Flux2Error> {
-        let sizes = Sizes::from([("text_seq".to_owned(), self.0.text.length)]);
-        let mut stage = flux2.stage(TEXT_ENCODER, &sizes, run.executor, run.plan, &mut run.watch)?;
+        let mut stage = flux2.stage(TEXT_ENCODER, sizes, run.executor, run.plan, &mut run.watch)?;
         let mut encode = |prompt: &EncodedPrompt| {
             let inputs = [("input_ids", &prompt.ids), ("attention_mask", &prompt.mask)];
             let embeds = stage.run(&inputs, &["prompt_embeds"])?.remove(0);
@@ -41,6 +41,7 @@ impl Graphs for Imported {
         _flux2: &Flux2<'_>,
         size: Size,
         schedule: &Schedule,
+        _sizes: &Sizes,
         run: &mut Run<'_>,
     ) -> Result<Conditions, Flux2Error> {
         let [rows, columns] = size.grid();

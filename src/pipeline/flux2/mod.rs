@@ -119,6 +119,7 @@ trait Graphs {
         &self,
         flux2: &Flux2<'_>,
         prompts: &[EncodedPrompt],
+        sizes: &Sizes,
         run: &mut Run<'_>,
     ) -> Result<Vec<HostTensor>, Flux2Error>;
 
@@ -128,6 +129,7 @@ trait Graphs {
         flux2: &Flux2<'_>,
         size: Size,
         schedule: &Schedule,
+        sizes: &Sizes,
         run: &mut Run<'_>,
     ) -> Result<Conditions, Flux2Error>;
 }
@@ -181,14 +183,14 @@ impl<'a> Flux2<'a> {
     pub fn draw(&self, request: &Request, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
         self.check(request)?;
         let prompt = self.tokenize(&request.prompt, run)?;
-        let decoding = match self.kept_decoding(request.size, run)? {
+        let decoding = match self.kept_decoding(request, run)? {
             Some(decoding) => decoding,
             None => {
                 let latents = self.sample(request, &prompt, run)?;
-                self.decode_middle(&latents, request.size, run)?
+                self.decode_middle(&latents, request, run)?
             }
         };
-        self.decode(decoding, request.size, run)
+        self.decode(decoding, request, run)
     }
 
     /// Draws several pictures with fewer sessions than one after the other takes: all prompts are encoded before the
@@ -206,10 +208,10 @@ impl<'a> Flux2<'a> {
         run.folder = RunFolder::none();
         let mut latents = self.sample_batch(requests, run)?.into_iter();
         for (index, (request, latents)) in requests.iter().zip(&mut latents).enumerate() {
-            let decoding = self.decode_middle(&latents, request.size, run)?;
+            let decoding = self.decode_middle(&latents, request, run)?;
             // Let go of before the next is decoded.
             drop(latents);
-            drawn(index, self.decode(decoding, request.size, run)?)?;
+            drawn(index, self.decode(decoding, request, run)?)?;
         }
         Ok(())
     }
@@ -218,7 +220,8 @@ impl<'a> Flux2<'a> {
     pub fn encode_prompt(&self, request: &Request, run: &mut Run<'_>) -> Result<HostTensor, Flux2Error> {
         self.check(request)?;
         let prompt = self.tokenize(&request.prompt, run)?;
-        Ok(self.encode(slice::from_ref(&prompt), run)?.remove(0))
+        let sizes = self.sizes(request.size, request.steps, run.plan);
+        Ok(self.encode(slice::from_ref(&prompt), &sizes, run)?.remove(0))
     }
 
     /// The final latents of one picture [1, tokens, channels], which are not decoded; `embeds` as
@@ -239,7 +242,8 @@ impl<'a> Flux2<'a> {
         let same_prompt: Vec<_> = requests.chunk_by(|a, b| a.prompt == b.prompt).collect();
         let prompts = same_prompt.iter().map(|requests| self.tokenize(&requests[0].prompt, run));
         let prompts = prompts.collect::<Result<Vec<_>, _>>()?;
-        let encoded = self.encode(&prompts, run)?.into_iter().zip(same_prompt);
+        let sizes = requests.first().map(|request| self.sizes(request.size, request.steps, run.plan));
+        let encoded = self.encode(&prompts, &sizes.unwrap_or_default(), run)?.into_iter().zip(same_prompt);
         let mut embeds = encoded.flat_map(|(embeds, requests)| vec![embeds; requests.len()]);
         let mut latents = Vec::with_capacity(requests.len());
         for alike in requests.chunk_by(|a, b| (a.size, a.steps) == (b.size, b.steps)) {
@@ -261,7 +265,8 @@ impl<'a> Flux2<'a> {
             Some((done, latents)) if done == request.steps => return Ok(latents),
             begun => begun,
         };
-        let embeds = self.encode(slice::from_ref(prompt), run)?.remove(0);
+        let sizes = self.sizes(request.size, request.steps, run.plan);
+        let embeds = self.encode(slice::from_ref(prompt), &sizes, run)?.remove(0);
         let picture = match begun {
             Some((done, latents)) => Sampling { embeds, done, latents },
             None => self.begin(request, embeds, run)?,
@@ -309,12 +314,17 @@ impl<'a> Flux2<'a> {
     }
 
     /// Each is [1, text length, joint width]; rows of padding included, because the transformer attends to them.
-    fn encode(&self, prompts: &[EncodedPrompt], run: &mut Run<'_>) -> Result<Vec<HostTensor>, Flux2Error> {
+    fn encode(
+        &self,
+        prompts: &[EncodedPrompt],
+        sizes: &Sizes,
+        run: &mut Run<'_>,
+    ) -> Result<Vec<HostTensor>, Flux2Error> {
         if let Some(embeds) = run.kept("prompt_embeds") {
             run.resume(TEXT_ENCODER.to_owned());
             return Ok(vec![embeds]);
         }
-        let mut all = self.graphs.encode(self, prompts, run)?;
+        let mut all = self.graphs.encode(self, prompts, sizes, run)?;
         for embeds in &mut all {
             check_finite(TEXT_ENCODER, None, embeds)?;
             run.keep(&[("prompt_embeds", embeds)], &[]);
@@ -333,8 +343,8 @@ impl<'a> Flux2<'a> {
     ) -> Result<Vec<HostTensor>, Flux2Error> {
         let schedule = Schedule::flux2(size.tokens(), steps)?;
         run.watch.boundary("sigmas", HostTensor::f32(&[steps + 1], schedule.sigmas().to_vec()));
-        let conditions = self.graphs.conditions(self, size, &schedule, run)?;
         let sizes = self.sizes(size, steps, run.plan);
+        let conditions = self.graphs.conditions(self, size, &schedule, &sizes, run)?;
         let (executor, folder) = (&mut *run.executor, &mut run.folder);
         let mut stage = self.stage(TRANSFORMER, &sizes, executor, run.plan, &mut run.watch)?;
         for (name, tensor) in &conditions.constant {
@@ -363,7 +373,8 @@ impl<'a> Flux2<'a> {
         [1, self.form.channels(), rows, columns]
     }
 
-    /// Opens a stage and says so; the values of its graph that have a reference name are exposed if the probe asks.
+    /// Opens a stage and says so; the values of its graph that have a reference name are exposed if the probe asks. All
+    /// stages of a picture are given the same sizes, so that those that come next can be opened ahead.
     fn stage<'r>(
         &'r self,
         name: &str,
@@ -383,6 +394,7 @@ impl<'a> Flux2<'a> {
             exposed: if internals { &["dit_", "vae_"] } else { &[] },
             settings,
             planned: plan.and_then(|plan| plan.bytes(name)),
+            ahead: &plan.map(|plan| plan.opened_ahead(name)).unwrap_or_default(),
         };
         let described = self.bundle.stage(name)?;
         let provider = executor.device().provider;

@@ -29,8 +29,12 @@ const SAMPLING: Duration = Duration::from_millis(15);
 /// How often the GPU's driver is asked.
 const GPU_SAMPLING: Duration = Duration::from_millis(100);
 
-/// Workers that there is room for without allocating; one at a time is the rule.
+/// Workers that there is room for without allocating; one is the rule, with another one that comes or goes.
 const WORKERS: usize = 8;
+
+/// How long the memory of a worker that yields may take to come back before others are killed, too. At 1 GiB/s they take half
+/// of the smallest usual floor meanwhile.
+const RELIEF: Duration = Duration::from_millis(250);
 
 /// The kernel's own killer takes the process with the highest figure (-1000 to 1000, usually 0) first.
 const OOM_SCORE: &[u8] = b"800";
@@ -85,6 +89,8 @@ struct Ward {
     host: Option<MemoryGauge>,
     /// Whether the last reading told what is available.
     sees: bool,
+    /// Whether the worker is killed before others.
+    yields: bool,
     floor: u64,
     gpu: ProcessGpuMemory,
     stage: StagePeak,
@@ -99,6 +105,7 @@ struct Ward {
 struct Sighting {
     host: HostMemory,
     process: ProcessMemory,
+    seen: Instant,
     reaction: Duration,
 }
 
@@ -152,6 +159,7 @@ impl Watchdog {
             process,
             host: host.filter(|_| seen.is_some()),
             sees: seen.is_some(),
+            yields: false,
             floor: self.floor.of(seen.map_or(0, |host| host.total())),
             gpu: ProcessGpuMemory::default(),
             stage: StagePeak { stage: stage.to_owned(), planned, ..StagePeak::default() },
@@ -197,6 +205,12 @@ impl Guard {
         self.with_ward(|ward| !ward.sees)
     }
 
+    /// From here on, until it begins another stage, the worker is killed before others: nobody waits for what it does, so
+    /// that the run survives its end. Only if that does not help are others killed.
+    pub fn yield_to_others(&self) {
+        self.with_ward(|ward| ward.yields = true);
+    }
+
     /// The worker begins another stage.
     pub fn begin_stage(&self, stage: &str, planned: u64) {
         let next = StagePeak { stage: stage.to_owned(), planned, ..StagePeak::default() };
@@ -205,6 +219,7 @@ impl Guard {
                 // It was killed in the stage before, and the record stays with that.
                 return;
             }
+            ward.yields = false;
             // A stage may be shorter than the time between two readings.
             let process = ward.process.read();
             ward.note(process);
@@ -217,7 +232,7 @@ impl Guard {
     /// Why the watchdog killed the worker, if it did.
     pub fn stopped(&self) -> Option<Stopped> {
         self.with_ward(|ward| {
-            ward.sighting.map(|Sighting { host, process, reaction }| Stopped {
+            ward.sighting.map(|Sighting { host, process, reaction, .. }| Stopped {
                 stage: ward.stage.stage.clone(),
                 planned: ward.stage.planned,
                 process,
@@ -257,8 +272,8 @@ impl Drop for Guard {
 }
 
 impl Ward {
-    /// One reading; kills the worker if too little is available and it is not dying already.
-    fn sample(&mut self) {
+    /// One reading; kills the worker if too little is available, it may be killed and is not dying already.
+    fn sample(&mut self, may_kill: bool) {
         if self.sighting.is_some() {
             return;
         }
@@ -275,9 +290,15 @@ impl Ward {
         self.sees = host.is_some();
         // A worker without memory has ended: nothing to stop.
         let (Some(process), Some(host)) = (process, host) else { return };
-        if host.available() < self.floor && self.handle.kill().is_ok() {
-            self.sighting = Some(Sighting { host, process, reaction: seen.elapsed() });
+        if may_kill && host.available() < self.floor && self.handle.kill().is_ok() {
+            self.sighting = Some(Sighting { host, process, seen, reaction: seen.elapsed() });
         }
+    }
+
+    /// Whether the worker was killed so short a time ago that its memory may still come back.
+    fn gives_back(&mut self) -> bool {
+        let recent = self.sighting.is_some_and(|sighting| sighting.seen.elapsed() < RELIEF);
+        recent && self.process.read().is_some()
     }
 
     /// Raises the stage's peaks.
@@ -296,8 +317,15 @@ fn watch_memory(state: &State) {
     let mut wards = state.lock();
     while let Some(turn) = state.next_turn(wards, SAMPLING) {
         wards = turn;
-        wards.list.iter_mut().for_each(Ward::sample);
+        sample(&mut wards.list);
     }
+}
+
+/// One reading of all, those first that yield to others.
+fn sample(wards: &mut [Ward]) {
+    wards.iter_mut().filter(|ward| ward.yields).for_each(|ward| ward.sample(true));
+    let relieved = wards.iter_mut().any(|ward| ward.yields && ward.gives_back());
+    wards.iter_mut().filter(|ward| !ward.yields).for_each(|ward| ward.sample(!relieved));
 }
 
 fn watch_gpus(state: &State, source: &MemorySource) {

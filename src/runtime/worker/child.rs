@@ -16,7 +16,7 @@ use super::{
 use crate::runtime::{Binding, Runtime, RuntimeError, Stage, peak};
 
 /// Makes a worker misbehave, for tests of its parent: `hang:STAGE` never closes the stage, `crash:STAGE` aborts in its
-/// run, `babble:STAGE` answers it with nonsense, `linger` never ends.
+/// run, `babble:STAGE` answers it with nonsense, `crash-ahead:STAGE` aborts when it opens the stage ahead, `linger` never ends.
 const MISBEHAVIOUR: &str = "VIADUCT_TEST_WORKER";
 
 /// Serves the parent at the other end of standard input and output until it closes them.
@@ -28,14 +28,31 @@ pub fn serve() -> io::Result<()> {
         Ok(runtime) => runtime,
         Err(e) => return parent.fail(&e),
     };
+    // Sessions end before the runtime does.
+    let mut ahead: Vec<(Open, Stage<'static>)> = Vec::new();
     parent.say(&Reply::Started { device: Box::new(runtime.device().clone()) })?;
     while let Some(request) = parent.next()? {
-        let Request::Open(wanted) = request else {
-            return Err(io::Error::other("no stage is open"));
-        };
-        match open(&mut runtime, &wanted) {
-            Ok(stage) => session(stage, &mut parent, &mut exchange)?,
-            Err(e) => parent.fail(&e)?,
+        match request {
+            Request::OpenAhead(wanted) => {
+                if parent.misbehaves("crash-ahead", &wanted.stage) {
+                    std::process::abort();
+                }
+                // The reason is told when the parent opens the stage and it fails again.
+                if let Ok(stage) = open(&mut runtime, &wanted) {
+                    ahead.push((wanted, stage));
+                }
+            }
+            Request::Open(wanted) => {
+                peak::restart();
+                let place = ahead.iter().position(|(opened, _)| opened.stage == wanted.stage);
+                // One that was opened otherwise ends here.
+                let waiting = place.map(|place| ahead.remove(place)).filter(|(opened, _)| *opened == wanted);
+                match waiting.map_or_else(|| open(&mut runtime, &wanted), |(_, stage)| Ok(stage)) {
+                    Ok(stage) => session(stage, &mut parent, &mut exchange)?,
+                    Err(e) => parent.fail(&e)?,
+                }
+            }
+            _ => return Err(io::Error::other("no stage is open")),
         }
     }
     if parent.misbehaves("linger", "") {
@@ -44,13 +61,11 @@ pub fn serve() -> io::Result<()> {
     Ok(())
 }
 
-fn open<'r>(runtime: &'r mut Runtime, wanted: &Open) -> Result<Stage<'r>, RuntimeError> {
-    peak::restart();
+fn open(runtime: &mut Runtime, wanted: &Open) -> Result<Stage<'static>, RuntimeError> {
     let bundle = Bundle::open(Path::new(&wanted.bundle))?;
     let exposed: Vec<&str> = wanted.exposed.iter().map(String::as_str).collect();
-    let binding =
-        Binding { sizes: &wanted.sizes, exposed: &exposed, settings: wanted.settings, planned: None };
-    runtime.open_stage(&bundle, &wanted.stage, &binding)
+    let binding = Binding { exposed: &exposed, settings: wanted.settings, ..Binding::new(&wanted.sizes) };
+    runtime.load_stage(&bundle, &wanted.stage, &binding)
 }
 
 /// Serves one session until it is closed.
@@ -75,7 +90,7 @@ fn session(mut stage: Stage<'_>, parent: &mut Parent, exchange: &mut Exchange) -
                 drop(stage);
                 return parent.say(&Reply::Closed);
             }
-            Request::Start { .. } | Request::Open(_) => {
+            Request::Start { .. } | Request::OpenAhead(_) | Request::Open(_) => {
                 return Err(io::Error::other("a stage is open"));
             }
         };

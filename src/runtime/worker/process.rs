@@ -65,11 +65,16 @@ impl Process {
 
     /// Sends a request and waits for its answer, for ever if no limit is given.
     pub fn ask(&mut self, request: &Request, limit: Option<Duration>) -> Result<Reply, Silence> {
-        let mut line = serde_json::to_string(request).map_err(|e| Silence::Unintelligible(e.to_string()))?;
+        self.tell(request);
+        self.answer(limit)
+    }
+
+    /// Sends a request whose answer is for later.
+    pub fn tell(&mut self, request: &Request) {
+        let mut line = serde_json::to_string(request).expect("a request has string keys and plain values");
         line.push('\n');
         // A child that has ended may have said why before: its last words are read even if it hears nothing any more.
         let _ = self.input.as_mut().map(|input| input.write_all(line.as_bytes()));
-        self.answer(limit)
     }
 
     /// Waits for the next answer, for ever if no limit is given.
@@ -100,16 +105,20 @@ impl Process {
         }
     }
 
+    /// Tells the child to end by itself: the end of its input does.
+    pub fn dismiss(&mut self) {
+        self.input = None;
+    }
+
     /// Lets the child end by itself for a while, then kills it.
     pub fn stop(mut self) {
-        // The end of its input tells it.
-        self.input = None;
+        self.dismiss();
         let _ = self.ended();
     }
 
     /// How a child that fell silent ended, in words; one that still runs is killed.
     pub fn end(mut self) -> String {
-        self.input = None;
+        self.dismiss();
         match self.ended() {
             Some(status) => in_words(status),
             None => "fell silent and was killed".to_owned(),

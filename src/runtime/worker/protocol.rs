@@ -30,6 +30,9 @@ pub(super) enum Request {
         options: RuntimeOptions,
         exchange: PathBytes,
     },
+    /// Open a stage before its turn, and keep it until [`Request::Open`] asks for it. There is no reply: what goes wrong is
+    /// told then.
+    OpenAhead(Open),
     Open(Open),
     Bind {
         name: String,
@@ -43,7 +46,7 @@ pub(super) enum Request {
 }
 
 /// The stage that the parent wants opened, and how: see [`crate::runtime::Binding`].
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Open {
     pub bundle: String,
     pub stage: String,
@@ -52,7 +55,7 @@ pub(super) struct Open {
     pub settings: Settings,
 }
 
-/// From the child: the answer to each request, in order.
+/// From the child: the answer to each request but [`Request::OpenAhead`], in order.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "snake_case")]
 pub(super) enum Reply {

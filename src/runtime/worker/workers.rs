@@ -15,13 +15,16 @@ use super::{
 };
 use crate::{
     runtime::{
-        Binding, Device, Executor, Guard, Placement, Provider, RuntimeError, RuntimeOptions, Session, Tensor,
-        TensorView, Watchdog,
+        Binding, Device, Executor, Guard, OpenedAhead, Placement, Provider, RuntimeError, RuntimeOptions,
+        Session, Tensor, TensorView, Watchdog,
     },
     tensor::HostTensor,
 };
 
-/// Runs each component of a model in a child process, one at a time.
+/// Runs each component of a model in a child process, one at a time. Where [`Binding::ahead`] names stages of the next
+/// component, its child is started meanwhile and opens them: starting a process, a device and a session take longer than
+/// many a stage's computation. That child is the first to be killed when memory runs out, and one that is lost is replaced when
+/// its turn comes, by one that opens nothing ahead.
 pub struct Workers {
     options: RuntimeOptions,
     device: Device,
@@ -30,6 +33,19 @@ pub struct Workers {
     child: Option<Watched>,
     /// What the child has run so far; empty for one that has run nothing.
     component: String,
+    ahead: Option<Ahead>,
+    /// The child of the component before, which ends by itself while the next one, that was opened ahead, computes.
+    leaving: Option<Watched>,
+    /// Whether a child that opened stages ahead was lost: what happened once is likely to happen again.
+    lost_one: bool,
+}
+
+/// The child of the component that comes next.
+struct Ahead {
+    component: String,
+    /// What it was told to open.
+    stages: Vec<Open>,
+    child: Watched,
 }
 
 /// A child and, once it has opened a stage, its guard. The guard goes first: it must not outlive the process.
@@ -46,6 +62,17 @@ impl Watched {
             (None, Some(watchdog)) => self.guard = watchdog.guard(self.process.id(), stage, planned).ok(),
             (None, None) => {}
         }
+    }
+
+    /// Has the watchdog kill the child before others, until it begins a stage.
+    fn yield_to_others(&self) {
+        self.guard.iter().for_each(Guard::yield_to_others);
+    }
+
+    /// Tells the child to end by itself.
+    fn dismiss(&mut self) {
+        self.yield_to_others();
+        self.process.dismiss();
     }
 
     /// Why the watchdog killed the child, if it did.
@@ -81,23 +108,72 @@ impl Workers {
             options.provider = Provider::Cpu;
             child.take().into_iter().for_each(Watched::stop);
         }
-        Ok(Workers { options, device, exchange, watchdog, child, component: String::new() })
+        let (component, ahead, leaving) = (String::new(), None, None);
+        Ok(Workers { options, device, exchange, watchdog, child, component, ahead, leaving, lost_one: false })
     }
 
-    /// A child for the component: the present one if it is that component's or has run nothing.
-    fn child_for(&mut self, component: &str) -> Result<(), RuntimeError> {
-        if !self.component.is_empty()
-            && self.component != component
-            && let Some(child) = self.child.take()
-        {
-            child.stop();
+    /// A child for the component: the present one if it is that component's or has run nothing, else the one that opens its
+    /// stages ahead, else a new one. The result is whether the child has opened stages ahead.
+    fn child_for(&mut self, component: &str) -> Result<bool, RuntimeError> {
+        let mut ahead = None;
+        if !self.component.is_empty() && self.component != component {
+            self.leaving = self.child.take();
+            self.leaving.iter_mut().for_each(Watched::dismiss);
+            ahead = self.ahead.take().filter(|ahead| ahead.component == component);
+        }
+        self.component = component.to_owned();
+        if let Some(Ahead { mut child, .. }) = ahead {
+            if matches!(child.process.answer(None), Ok(Reply::Started { .. })) {
+                self.child = Some(child);
+                return Ok(true);
+            }
+            self.lose(component);
         }
         if self.child.is_none() {
+            self.see_off();
             let (process, _) = start_child(&self.options, self.exchange.folder())?;
             self.child = Some(Watched { guard: None, process });
         }
-        self.component = component.to_owned();
-        Ok(())
+        Ok(false)
+    }
+
+    /// Has another child open the next component's first stages. Where that fails, they are opened when their turn comes.
+    fn open_ahead(&mut self, component: &str, stages: Vec<Open>, first: &OpenedAhead<'_>) {
+        if self.lost_one || self.ahead.as_ref().is_some_and(|ahead| ahead.stages == stages) {
+            return;
+        }
+        // One that opens something else is killed.
+        self.ahead = None;
+        self.see_off();
+        match self.start_ahead(component, stages, first) {
+            Ok(ahead) => self.ahead = Some(ahead),
+            Err(e) => tracing::warn!("{component} is not opened ahead: {e}"),
+        }
+    }
+
+    fn start_ahead(
+        &self,
+        component: &str,
+        stages: Vec<Open>,
+        first: &OpenedAhead<'_>,
+    ) -> Result<Ahead, RuntimeError> {
+        let mut child = Watched { guard: None, process: Process::start()? };
+        child.begin_stage(self.watchdog.as_ref(), first.stage, first.planned);
+        child.yield_to_others();
+        child.process.tell(&start(&self.options, self.exchange.folder()));
+        stages.iter().for_each(|stage| child.process.tell(&Request::OpenAhead(stage.clone())));
+        Ok(Ahead { component: component.to_owned(), stages, child })
+    }
+
+    /// Notes that a child was lost which opened stages ahead.
+    fn lose(&mut self, component: &str) {
+        tracing::warn!("the worker that opened {component} ahead is lost; another one is started");
+        self.lost_one = true;
+    }
+
+    /// Waits for the end of the child that leaves.
+    fn see_off(&mut self) {
+        self.leaving.take().into_iter().for_each(Watched::stop);
     }
 
     /// Asks the child; one that does not answer is gone afterwards.
@@ -111,6 +187,13 @@ impl Workers {
             Ok(reply) => Ok(reply),
             Err(silence) => Err(self.bury(stage, silence)),
         }
+    }
+
+    fn ask_to_open(&mut self, stage: &str, request: &Request, planned: u64) -> Result<Reply, RuntimeError> {
+        if let Some(child) = &mut self.child {
+            child.begin_stage(self.watchdog.as_ref(), stage, planned);
+        }
+        self.ask(stage, request)
     }
 
     fn bury(&mut self, stage: &str, silence: Silence) -> RuntimeError {
@@ -135,11 +218,13 @@ fn unexpected(what: &str) -> RuntimeError {
     RuntimeError::WorkerUnusable { problem: format!("said what nobody expected: {what}") }
 }
 
+fn start(options: &RuntimeOptions, exchange: &Path) -> Request {
+    Request::Start { options: options.clone(), exchange: PathBytes::of(exchange) }
+}
+
 fn start_child(options: &RuntimeOptions, exchange: &Path) -> Result<(Process, Device), RuntimeError> {
     let mut child = Process::start()?;
-    let exchange = PathBytes::of(exchange);
-    let request = Request::Start { options: options.clone(), exchange };
-    match child.ask(&request, None) {
+    match child.ask(&start(options, exchange), None) {
         Ok(Reply::Started { device }) => Ok((child, *device)),
         Ok(Reply::Failed { message, exit_code }) => Err(RuntimeError::Worker { message, exit_code }),
         Ok(other) => Err(unexpected(&format!("{other:?}"))),
@@ -166,18 +251,29 @@ impl Executor for Workers {
                 bundle.folder.display()
             ),
         })?;
-        self.child_for(bundle.stage(name)?.component())?;
-        if let Some(child) = &mut self.child {
-            child.begin_stage(self.watchdog.as_ref(), name, binding.planned.unwrap_or(0));
-        }
-        let request = Request::Open(Open {
+        let open = |stage: &str, settings| Open {
             bundle: folder.to_owned(),
-            stage: name.to_owned(),
+            stage: stage.to_owned(),
             sizes: binding.sizes.clone(),
             exposed: binding.exposed.iter().map(|prefix| (*prefix).to_owned()).collect(),
-            settings: binding.settings,
-        });
-        match self.ask(name, &request)? {
+            settings,
+        };
+        let component = bundle.stage(name)?.component();
+        self.see_off();
+        let was_ahead = self.child_for(component)?;
+        // Before this stage is open, so that both are loaded at once.
+        if let Some(first) = binding.ahead.first() {
+            let stages = binding.ahead.iter().map(|ahead| open(ahead.stage, ahead.settings)).collect();
+            self.open_ahead(bundle.stage(first.stage)?.component(), stages, first);
+        }
+        let (request, planned) = (Request::Open(open(name, binding.settings)), binding.planned.unwrap_or(0));
+        let mut reply = self.ask_to_open(name, &request, planned);
+        if was_ahead && self.child.is_none() {
+            self.lose(component);
+            self.child_for(component)?;
+            reply = self.ask_to_open(name, &request, planned);
+        }
+        match reply? {
             Reply::Opened { outputs, nodes } => Ok(Box::new(RemoteStage {
                 workers: self,
                 name: name.to_owned(),
@@ -294,6 +390,7 @@ impl Drop for RemoteStage<'_> {
 
 impl Drop for Workers {
     fn drop(&mut self) {
+        self.see_off();
         if let Some(child) = self.child.take() {
             child.stop();
         }
