@@ -55,6 +55,7 @@ mod view;
 
 pub use bind_sizes::symbols;
 pub use decompose_attention::{MAX_SLICES, MultiHead, Written};
+pub use drop_dead::sweep as drop_dead;
 pub use facts::Facts;
 pub use outcome::{Outcome, Refusal};
 pub use part::Part;
