@@ -32,7 +32,7 @@ pub use exit::{exit, make_file_limits_errors};
 pub use lower::{Attention, LowerError, Lowered, lower};
 pub use memory_meter::{MemoryMeter, MemoryPeaks};
 pub use settings::Settings;
-pub use stage::{Stage, StageModel, TensorInfo};
+pub use stage::{Optimisation, Stage, StageModel, TensorInfo};
 pub use tuned::{KeepError, MeasuredOn, check_tuning_folder, keep_tuning};
 pub use vulkan::{Adapter, adapters};
 pub use warm::KeptSessions;
