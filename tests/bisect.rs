@@ -119,6 +119,7 @@ fn a_wrong_constant_in_one_attention_scale() {
     let report = planted.find(&["--budget", "44MiB"]);
     assert!(report["probes"].as_u64() >= Some(3), "{report:#}");
     assert_eq!(report["found"]["between"].as_array().unwrap().len(), 1);
+    assert!(report["found"]["adds_up"].is_null());
     assert!(report["found"]["difference"]["cosine"].as_f64() > Some(0.999), "{report:#}");
 }
 
@@ -283,6 +284,15 @@ fn a_bundle_against_another_profile() {
     assert_eq!(report["found"]["node"]["op_type"], "MatMulNBits", "{report:#}");
     assert!(report["found"]["other"].as_str().unwrap().starts_with("MatMul_"), "{report:#}");
     assert_eq!(shown(&report)["found"]["node"]["op_type"], "MatMulNBits");
+    // No layer is that far off by itself, and all of them together are.
+    let report = run("1.5e-2", 3);
+    let found = &report["found"];
+    assert_eq!(found["reproduction"]["shows"], false, "{found:#}");
+    let made = found["adds_up"].as_array().unwrap().iter().map(|made| made["node"].as_str().unwrap());
+    assert!(
+        made.clone().count() > 0 && made.clone().all(|node| node.starts_with("MatMulNBits")),
+        "{found:#}"
+    );
     let report = run("0.5", 0);
     assert!(report["values"].as_u64() > Some(300), "{report:#}");
 }
@@ -320,6 +330,11 @@ fn what_cannot_be_compared_is_refused() {
     refused(&["--ep", "cpu", own, "--inputs", "/nowhere"], 1, "/nowhere");
     refused(&["--ep", "cpu", "--oracle", own], 1, "dynamo.onnx");
     refused(&["--ep", "cpu", own, "--out", own, "--dim", "image_seq=4"], 2, "exists");
+    let garbage = scratch();
+    let path = garbage.path().join("garbage.onnx");
+    fs::write(&path, [0x3a; 100]).unwrap();
+    refused(&["--ep", "cpu", path.to_str().unwrap()], 1, "garbage.onnx");
+    refused(&["--ep", "cpu", garbage.path().to_str().unwrap()], 1, "no bundle");
 }
 
 /// Attention over few rows, with nodes around it.

@@ -3,6 +3,7 @@
 //! Both sides compute the same values on the same inputs: one graph on two devices, two graphs, or a graph beside tensors
 //! that a reference computed. Values inside the graph are shown in batches that fit the memory; [`search`] decides which.
 
+mod alone;
 mod compare;
 mod exposure;
 mod inputs;
@@ -11,6 +12,7 @@ mod prepared;
 mod recorded;
 mod report;
 mod reproduction;
+mod runs;
 mod search;
 mod side;
 mod tensors;
@@ -18,42 +20,32 @@ mod units;
 
 use std::{collections::HashMap, path::PathBuf};
 
-use viaduct_export::{
-    bytes::ByteSize,
-    onnx::{NodeId, ValueId, WriteError},
-};
+use viaduct_export::onnx::{ValueId, WriteError};
 
-use self::{
-    compare::as_type,
-    pairs::{Known, pairs},
-    report::label,
-    reproduction::Extract,
-    search::{Compare, Found, search},
-    side::Side,
-    tensors::carried,
-    units::{Units, coarse},
-};
 pub use self::{
     compare::{Difference, Parting, Tolerance},
     inputs::{Inputs, bind_by_tensors, inputs},
     prepared::{Form, Place, fits, prepare, probe_bytes},
     recorded::{Picture, recorded_inputs},
-    report::{Finding, NodeOutline, Operand, Parted, Report},
+    report::{Contribution, Finding, NodeOutline, Operand, Parted, Report},
     reproduction::{Reproduction, folder_name, quoted},
     search::Limits,
     side::{OnDevice, Subject, Tensors},
     tensors::{TensorFiles, TensorsError},
 };
+use self::{
+    pairs::{Known, pairs},
+    runs::Runs,
+    search::search,
+    side::Side,
+    tensors::carried,
+    units::{Units, coarse},
+};
 use crate::{
     atomic_file::FileError,
-    pipeline::{
-        event::{Event, Listener},
-        flux2::Flux2Error,
-        size::SizeError,
-    },
+    pipeline::{event::Listener, flux2::Flux2Error, size::SizeError},
     plan::OverBudget,
     runtime::{Runtime, RuntimeError},
-    tensor::HostTensor,
     verify::VerifyError,
 };
 
@@ -170,9 +162,7 @@ pub fn bisect(
         found: None,
     };
     if let Some(found) = outcome.found {
-        let mut finding = runs.finding(found);
-        finding.reproduction = runs.reproduce(found, options, !is_same_graph)?;
-        report.found = Some(finding);
+        report.found = Some(runs.explain(found, options, !is_same_graph)?);
     }
     Ok(report)
 }
@@ -214,155 +204,5 @@ fn units(subject: &Subject, other: &Other<'_>) -> Result<(Units, Vec<String>), B
             let other = |id: ValueId| Some((named.get(&id)?.clone(), false));
             Ok((Units::of(model, shapes, &other), other_shape))
         }
-    }
-}
-
-/// Both sides, as the search sees them.
-struct Runs<'r> {
-    a: OnDevice<'r>,
-    b: &'r mut dyn Side,
-    units: &'r Units,
-    tolerance: Tolerance,
-    differences: Vec<Option<Difference>>,
-    probes: usize,
-    listener: &'r mut dyn Listener,
-}
-
-impl Compare for Runs<'_> {
-    type Error = BisectError;
-
-    fn agree(&mut self, units: &[usize]) -> Result<Vec<bool>, BisectError> {
-        let (graph, seen) = (&self.a.subject.model.graph, &self.units.seen);
-        let names: Vec<&str> = units.iter().map(|unit| graph[seen[*unit].value].name.as_str()).collect();
-        let others: Vec<&str> = units.iter().map(|unit| seen[*unit].other.as_str()).collect();
-        let a = self.a.values(&names)?;
-        let b = self.b.values(&others)?;
-        let mut agree = Vec::with_capacity(units.len());
-        for ((unit, a), b) in units.iter().zip(&a).zip(&b) {
-            let tolerance = self.tolerance.of(self.units.seen[*unit].coarse);
-            let difference = Difference::between(a, b, tolerance);
-            agree.push(difference.agrees());
-            // How a value parted is to be told, also where it agrees when less is shown.
-            let known = &mut self.differences[*unit];
-            if !(difference.agrees() && known.as_ref().is_some_and(|known| !known.agrees())) {
-                *known = Some(difference);
-            }
-        }
-        self.tell(units, &agree);
-        Ok(agree)
-    }
-}
-
-impl Runs<'_> {
-    fn name(&self, unit: usize) -> &str {
-        &self.a.subject.model.graph[self.units.seen[unit].value].name
-    }
-
-    /// One line for each probe.
-    fn tell(&mut self, units: &[usize], agree: &[bool]) {
-        self.probes += 1;
-        let bytes = units.iter().map(|unit| self.units.units[*unit].bytes).fold(0, u64::saturating_add);
-        let (first, last) = (units.iter().min().unwrap_or(&0), units.iter().max().unwrap_or(&0));
-        let parted = agree.iter().filter(|agrees| !**agrees).count();
-        let outcome = match units.iter().zip(agree).filter(|(_, agrees)| !**agrees).map(|(u, _)| *u).min() {
-            None => "agree".to_owned(),
-            Some(unit) => {
-                let words = self.differences[unit].as_ref().map(Difference::in_words).unwrap_or_default();
-                format!("{parted} part, the first is {} ({words})", self.name(unit))
-            }
-        };
-        self.listener.on_event(Event::note(format!(
-            "probe {}: {} values, {}, numbers {}..{} of {}: {outcome}",
-            self.probes,
-            units.len(),
-            ByteSize(bytes),
-            first + 1,
-            last + 1,
-            self.units.units.len()
-        )));
-    }
-
-    /// The nodes of a finding, in order; the last makes the value.
-    fn between(&self, found: Found) -> Vec<NodeId> {
-        self.units.between(&self.a.subject.model.graph, self.units.seen[found.unit].value)
-    }
-
-    fn finding(&self, found: Found) -> Finding {
-        let Subject { model, shapes, .. } = self.a.subject;
-        let graph = &model.graph;
-        let difference = |id: ValueId| self.differences[self.units.unit(id)?].clone();
-        let between = self.between(found);
-        let made_by = between[between.len() - 1];
-        let sources = &self.units.units[found.unit].sources;
-        Finding {
-            value: self.name(found.unit).to_owned(),
-            other: self.units.seen[found.unit].other.clone(),
-            difference: self.differences[found.unit].clone().expect("what was found was compared"),
-            node: NodeOutline::of(graph, shapes, made_by, &difference),
-            between: between.iter().map(|id| label(graph, *id)).collect(),
-            agreeing: sources.iter().map(|unit| self.name(*unit).to_owned()).collect(),
-            confirmed: found.confirmed,
-            unseen_before: found.unseen_before,
-            reproduction: None,
-        }
-    }
-
-    /// Writes the nodes of a finding as a model of their own, with what the other side gives them and makes of it.
-    fn reproduce(
-        &mut self,
-        found: Found,
-        options: &Options,
-        against_expected: bool,
-    ) -> Result<Option<Reproduction>, BisectError> {
-        let (subject, nodes) = (self.a.subject, self.between(found));
-        if reproduction::is_small_enough(&subject.model, &nodes) {
-            return Ok(None);
-        }
-        let graph = &subject.model.graph;
-        let made_by = nodes[nodes.len() - 1];
-        let made = graph[made_by].outputs.iter().flatten().copied();
-        let outputs: Vec<ValueId> = made.filter(|id| self.units.unit(*id).is_some()).collect();
-        let mut extract = Extract::of(subject, &nodes, &outputs);
-        let (inputs, expected) = self.theirs(&extract)?;
-        extract.state(&inputs, &expected);
-        let names: Vec<&str> = outputs.iter().map(|id| graph[*id].name.as_str()).collect();
-        let own = extract.subject.run(self.a.runtime, &inputs, &names)?;
-        let place = outputs.iter().position(|id| self.units.unit(*id) == Some(found.unit)).unwrap_or(0);
-        let tolerance = self.tolerance.of(self.units.seen[found.unit].coarse);
-        let difference = Difference::between(&own[place], &expected[place], tolerance);
-        let folder = (options.folder)(&graph.place(made_by));
-        extract.write(&folder, options.replace, &inputs, &expected)?;
-        let command = reproduction::command(&folder, against_expected, &options.flags);
-        Ok(Some(Reproduction { folder, command, shows: !difference.agrees(), difference }))
-    }
-
-    /// What the other side has for the inputs and the results of an extract, in the types of this one.
-    fn theirs(&mut self, extract: &Extract) -> Result<(Tensors, Vec<HostTensor>), BisectError> {
-        let Subject { model, shapes, .. } = self.a.subject;
-        let asked: Vec<(ValueId, &str)> = extract
-            .inputs
-            .iter()
-            .chain(&extract.outputs)
-            .filter_map(|id| Some((*id, self.units.seen[self.units.unit(*id)?].other.as_str())))
-            .collect();
-        let names: Vec<&str> = asked.iter().map(|(_, name)| *name).collect();
-        let tensors = self.b.values(&names)?;
-        let mut inputs = Tensors::new();
-        let mut expected = Vec::new();
-        for ((id, _), tensor) in asked.iter().zip(&tensors) {
-            let dtype = shapes.fact(*id).dtype.and_then(carried);
-            let tensor = as_type(tensor, dtype.unwrap_or_else(|| tensor.values.dtype()));
-            match extract.outputs.contains(id) {
-                true => expected.push(tensor),
-                false => drop(inputs.insert(model.graph[*id].name.clone(), tensor)),
-            }
-        }
-        for id in &extract.inputs {
-            let name = &model.graph[*id].name;
-            if let (None, Some(tensor)) = (inputs.get(name), self.a.inputs.get(name)) {
-                inputs.insert(name.clone(), tensor.clone());
-            }
-        }
-        Ok((inputs, expected))
     }
 }

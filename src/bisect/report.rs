@@ -48,7 +48,20 @@ pub struct Finding {
     pub confirmed: bool,
     /// Values before it that were not compared, because the error stays from here on.
     pub unseen_before: usize,
+    /// Where no node before it differs by itself, given the other side's values, and differences add up: the nodes that make
+    /// most of it, the worst first.
+    pub adds_up: Option<Vec<Contribution>>,
     pub reproduction: Option<Reproduction>,
+}
+
+/// What one node adds to a difference.
+#[derive(Clone, Debug, Serialize)]
+pub struct Contribution {
+    /// Operator and name.
+    pub node: String,
+    pub value: String,
+    /// Of its result, given the other side's values.
+    pub difference: Difference,
 }
 
 /// A node in words.
@@ -77,8 +90,9 @@ pub struct Operand {
 
 /// The runs part; exit code 3.
 #[derive(Debug, thiserror::Error)]
-#[error("the runs part at {op_type} {node}: {numbers}")]
+#[error("{how} {op_type} {node}: {numbers}")]
 pub struct Parted {
+    pub how: &'static str,
     pub op_type: String,
     pub node: String,
     pub numbers: String,
@@ -87,9 +101,20 @@ pub struct Parted {
 impl Report {
     /// An error if the runs part.
     pub fn check(&self) -> Result<(), Parted> {
-        let Some(Finding { node, difference, .. }) = &self.found else { return Ok(()) };
+        let Some(finding) = &self.found else { return Ok(()) };
+        let Finding { node, difference, .. } = finding;
         let (op_type, node) = (node.op_type.clone(), node.name.clone());
-        Err(Parted { op_type, node, numbers: difference.in_words() })
+        Err(Parted { how: finding.how(), op_type, node, numbers: difference.in_words() })
+    }
+}
+
+impl Finding {
+    /// What happens at the node, in words that its name follows.
+    pub fn how(&self) -> &'static str {
+        match self.adds_up {
+            Some(_) => "small differences add up to more than the tolerance at",
+            None => "the runs part at",
+        }
     }
 }
 

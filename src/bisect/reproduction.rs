@@ -8,9 +8,8 @@ use std::{
 
 use serde::Serialize;
 use viaduct_export::{
-    onnx::{DType, Dim, Graph, Model, NodeId, ValueId, ValueType, WriteOptions, write_model},
+    onnx::{Model, NodeId, ValueId, WriteOptions, write_model},
     passes::drop_dead,
-    shapes::{Shapes, infer},
     staged_folder::{StagedFolder, folder_of},
 };
 
@@ -75,17 +74,10 @@ impl Extract {
 
     /// States types and shapes of what goes in and comes out.
     pub fn state(&mut self, inputs: &Tensors, expected: &[HostTensor]) {
-        let Extract { subject, inputs: ids, outputs } = self;
-        let names: Vec<String> = ids.iter().map(|id| subject.model.graph[*id].name.clone()).collect();
-        let given = names.iter().filter_map(|name| inputs.get(name));
-        let all: Vec<(ValueId, &HostTensor)> =
-            ids.iter().copied().zip(given).chain(outputs.iter().copied().zip(expected)).collect();
-        for (id, tensor) in all {
-            let dtype = dtype(&subject.shapes, &subject.model.graph, id, tensor);
-            let shape = Some(tensor.shape.iter().map(|size| Dim::Fixed(*size)).collect());
-            subject.model.graph[id].ty = Some(ValueType::Tensor { dtype, shape });
-        }
-        subject.shapes = infer(&subject.model, &Default::default(), &Default::default());
+        let graph = &self.subject.model.graph;
+        let given = self.inputs.iter().filter_map(|id| Some((*id, inputs.get(&graph[*id].name)?)));
+        let all: Vec<_> = given.chain(self.outputs.iter().copied().zip(expected)).collect();
+        self.subject.state(&all);
     }
 
     /// Writes the model, its inputs and what should come out into a folder that appears when all of it is there.
@@ -101,7 +93,7 @@ impl Extract {
         let staging = StagedFolder::create(folder).map_err(failed)?;
         write_model(&self.subject.model, &staging.path().join(MODEL), &WriteOptions::default())?;
         let written = |id: &ValueId, tensor| {
-            let dtype = dtype(&self.subject.shapes, graph, *id, tensor);
+            let dtype = self.subject.dtype(*id, tensor);
             Written { name: &graph[*id].name, tensor, dtype }
         };
         let given: Vec<_> =
@@ -114,15 +106,6 @@ impl Extract {
         File::open(folder_of(folder)).and_then(|parent| parent.sync_all()).map_err(failed)?;
         Ok(())
     }
-}
-
-/// The element type of a value: what is known of it, else that of its tensor.
-fn dtype(shapes: &Shapes, graph: &Graph, id: ValueId, tensor: &HostTensor) -> DType {
-    let recorded = match &graph[id].ty {
-        Some(ValueType::Tensor { dtype, .. }) => Some(*dtype),
-        _ => None,
-    };
-    shapes.known(id).and_then(|fact| fact.dtype).or(recorded).unwrap_or_else(|| tensor.values.dtype())
 }
 
 /// The command that shows what a folder holds; `flags` say where it runs.

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use viaduct_export::{
-    onnx::{Model, ValueId},
-    shapes::Shapes,
+    onnx::{DType, Dim, Model, ValueId, ValueType},
+    shapes::{Shapes, infer},
 };
 
 use super::{
@@ -40,6 +40,26 @@ impl Subject {
     fn value(&self, name: &str) -> Result<ValueId, BisectError> {
         let unknown = || BisectError::NoValue { graph: self.name.clone(), value: name.to_owned() };
         self.model.graph.find(name).ok_or_else(unknown)
+    }
+
+    /// States types and shapes of values, as their tensors have them.
+    pub fn state(&mut self, tensors: &[(ValueId, &HostTensor)]) {
+        for (id, tensor) in tensors {
+            let dtype = self.dtype(*id, tensor);
+            let shape = Some(tensor.shape.iter().map(|size| Dim::Fixed(*size)).collect());
+            self.model.graph[*id].ty = Some(ValueType::Tensor { dtype, shape });
+        }
+        self.shapes = infer(&self.model, &Default::default(), &Default::default());
+    }
+
+    /// The element type of a value: what is known of it, else that of its tensor.
+    pub fn dtype(&self, id: ValueId, tensor: &HostTensor) -> DType {
+        let recorded = match &self.model.graph[id].ty {
+            Some(ValueType::Tensor { dtype, .. }) => Some(*dtype),
+            _ => None,
+        };
+        let known = self.shapes.known(id).and_then(|fact| fact.dtype);
+        known.or(recorded).unwrap_or_else(|| tensor.values.dtype())
     }
 
     /// Runs the values on a device, with inputs of the names that the graph has for them.

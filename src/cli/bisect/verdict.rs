@@ -21,7 +21,7 @@ pub fn table(report: &Report) -> String {
 fn of_finding(finding: &Finding) -> Vec<String> {
     let Finding { node, difference, between, .. } = finding;
     let domain = if node.domain.is_empty() { String::new() } else { format!("{}.", node.domain) };
-    let mut lines = vec![format!("the runs part at {} ({domain}{})", node.name, node.op_type)];
+    let mut lines = vec![format!("{} {} ({domain}{})", finding.how(), node.name, node.op_type)];
     for (name, value) in &node.attributes {
         lines.push(format!("  attribute {name} = {value}"));
     }
@@ -41,19 +41,23 @@ fn of_finding(finding: &Finding) -> Vec<String> {
         let unseen = finding.unseen_before;
         lines.push(format!("  {unseen} values before it were not compared; --exhaustive compares them, too"));
     }
+    if let Some(contributions) = &finding.adds_up {
+        lines.push(
+            "  no node up to it differs by itself: small differences add up, most of them made by".into(),
+        );
+        lines.extend(
+            contributions.iter().map(|made| format!("    {}: {}", made.node, made.difference.in_words())),
+        );
+    }
     lines.extend(finding.reproduction.iter().flat_map(of_reproduction));
     lines
 }
 
 fn of_reproduction(reproduction: &Reproduction) -> Vec<String> {
     let Reproduction { folder, command, shows, difference } = reproduction;
-    let outcome = match shows {
-        true => format!("alone it differs, too ({})", difference.in_words()),
-        false => format!(
-            "alone, on the other side's inputs, it agrees ({}): it makes a small difference larger; try a smaller --tolerance",
-            difference.in_words()
-        ),
-    };
+    let outcome =
+        if *shows { "alone it differs, too" } else { "alone, on the other side's inputs, it agrees" };
+    let outcome = format!("{outcome} ({})", difference.in_words());
     vec![format!("reproduction in {}: {outcome}", folder.display()), format!("  {command}")]
 }
 
