@@ -186,16 +186,19 @@ impl<C: Compare> Search<'_, C> {
         self.limits.exhaustive || self.probes((0..unit).collect()).len() <= THOROUGH_PROBES
     }
 
-    /// Looks at a value and its sources once more, together. If one of these parts, that is where to go on; else whether
+    /// Looks at a value and its sources once more, together where one probe holds them. If one of these parts, that is where to go on; else whether
     /// the value still does.
     fn confirm(&mut self, unit: usize) -> Result<(Option<usize>, bool), C::Error> {
         let mut together = self.units[unit].sources.clone();
         together.push(unit);
-        let seen = self.look(&together)?;
-        let earlier = together.iter().zip(&seen).find(|(other, agrees)| **other != unit && !**agrees);
+        for batch in self.batches(together) {
+            self.look(&batch)?;
+        }
+        let parts = |unit: &usize| self.known[*unit] == Some(false);
+        let (earlier, confirmed) = (self.units[unit].sources.iter().copied().find(parts), parts(&unit));
         // Exposing values may change what a provider computes; what it did when the value parted counts.
         self.known[unit] = Some(false);
-        Ok((earlier.map(|(earlier, _)| *earlier), seen.last() == Some(&false)))
+        Ok((earlier, confirmed))
     }
 
     fn compare(&mut self, units: Vec<usize>) -> Result<(), C::Error> {
@@ -215,6 +218,11 @@ impl<C: Compare> Search<'_, C> {
         units.retain(|unit| self.known[*unit].is_none());
         units.sort_unstable();
         units.dedup();
+        self.batches(units)
+    }
+
+    /// These in probes that hold them, in their order.
+    fn batches(&self, units: Vec<usize>) -> Vec<Vec<usize>> {
         let (mut probes, mut bytes): (Vec<Vec<usize>>, u64) = (Vec::new(), 0);
         for unit in units {
             bytes = bytes.saturating_add(self.units[unit].bytes);
