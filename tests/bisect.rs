@@ -337,6 +337,37 @@ fn what_cannot_be_compared_is_refused() {
     refused(&["--ep", "cpu", garbage.path().to_str().unwrap()], 1, "no bundle");
 }
 
+/// Inputs and values of types that the host does not hold, in the search and in the reproduction.
+#[test]
+fn truth_values_and_small_integers() {
+    let graph = |negation: &str| {
+        let mut graph = Builder::new("types");
+        let shape = [2, 16].map(Dim::Fixed);
+        let cond = graph.input("cond", DType::Bool, &shape);
+        let count = graph.input("count", DType::I32, &[Dim::Fixed(1)]);
+        let x = graph.input("x", DType::F32, &shape);
+        let negated = graph.op(negation, &[cond], &[]);
+        let [kept, count] = [negated, count].map(|value| graph.cast(value, DType::F32));
+        let y = graph.mul(x, kept);
+        let y = graph.add(y, count);
+        let wide = graph.cast(y, DType::F64);
+        let y = graph.cast(wide, DType::F32);
+        graph.output(negated, "negated", &shape);
+        graph.output(y, "y", &shape);
+        graph.finish()
+    };
+    let folder = scratch();
+    let good = folder.path().join("good.onnx");
+    write_model(&graph("Not"), &good, &WriteOptions::default()).unwrap();
+    let planted = Planted::in_graph(good, |model| {
+        *model = graph("Identity");
+        nodes(model, "Identity")[0]
+    });
+    let report = planted.find(&[]);
+    assert_eq!(report["found"]["difference"]["differing"], 32, "{report:#}");
+    assert_eq!(report["values"], 7, "{report:#}");
+}
+
 /// Attention over few rows, with nodes around it.
 fn attention(rows: usize) -> Model {
     let mut graph = Builder::new("attention");

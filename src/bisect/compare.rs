@@ -13,6 +13,8 @@ const COARSE_TOLERANCE: f64 = 2e-2;
 /// A row counts by itself if it differs by more than this share of the tolerance, relative to the largest row: what is
 /// below is the noise of rows that are next to nothing.
 const ROW_NOISE: f64 = 1e-2;
+/// A cosine that is closer to 1 is not worth saying of a row.
+const SHOWN_COSINE: f64 = 0.999_999;
 /// The direction of a shorter row says nothing.
 const SHORTEST_ROW: usize = 8;
 
@@ -63,8 +65,8 @@ pub struct Difference {
     /// The smallest cosine of a row (along the last axis) that counts, and which row that is.
     pub row_cosine: f64,
     pub row: Option<usize>,
-    /// Elements that differ, of integers and truth values.
-    pub differing: usize,
+    /// Elements that differ; none for floats, which differ by more or less.
+    pub differing: Option<usize>,
     /// NaNs of both sides.
     pub nan: [usize; 2],
     /// Infinities of both sides.
@@ -82,7 +84,7 @@ impl Difference {
             max_abs: 0.0,
             row_cosine: 1.0,
             row: None,
-            differing: 0,
+            differing: None,
             nan: [0; 2],
             infinite: [0; 2],
             tolerance,
@@ -90,7 +92,7 @@ impl Difference {
         if a.shape != b.shape {
             difference.parting = Some(Parting::Shape);
         } else if let Some(differing) = exact(&a.values, &b.values) {
-            difference.differing = differing;
+            difference.differing = Some(differing);
             difference.parting = (differing > 0).then_some(Parting::Exact);
         } else {
             difference.measure(a, b);
@@ -105,13 +107,14 @@ impl Difference {
     /// The numbers as one reads them.
     pub fn in_words(&self) -> String {
         let Difference { relative_l2, cosine, max_abs, row_cosine, .. } = self;
-        match self.parting {
-            Some(Parting::Shape) => return "the shapes differ".to_owned(),
-            Some(Parting::Exact) => return format!("{} elements differ", self.differing),
+        match (self.parting, self.differing) {
+            (Some(Parting::Shape), _) => return "the shapes differ".to_owned(),
+            (_, Some(0)) => return "equal".to_owned(),
+            (_, Some(differing)) => return format!("{differing} elements differ"),
             _ => {}
         }
         let mut words = format!("relative L2 {relative_l2:.2e}, cosine {cosine:.6}, max-abs {max_abs:.2e}");
-        if let Some(row) = self.row {
+        if let Some(row) = self.row.filter(|_| *row_cosine < SHOWN_COSINE) {
             words.push_str(&format!(", worst row {row} with cosine {row_cosine:.6}"));
         }
         for (what, [a, b]) in [("NaN", self.nan), ("Inf", self.infinite)] {

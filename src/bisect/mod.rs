@@ -38,8 +38,7 @@ use self::{
     runs::Runs,
     search::search,
     side::Side,
-    tensors::carried,
-    units::{Units, coarse},
+    units::{Units, coarse, is_readable},
 };
 use crate::{
     atomic_file::FileError,
@@ -181,8 +180,8 @@ fn units(subject: &Subject, other: &Other<'_>) -> Result<(Units, Vec<String>), B
             let coarse_there = coarse(&b.model.graph, &b.shapes);
             let other = |id: ValueId| {
                 let there = *paired.get(&id)?;
-                b.shapes.fact(there).dtype.and_then(carried)?;
-                Some((b.model.graph[there].name.clone(), coarse_there.contains(&there)))
+                is_readable(&b.shapes, there)
+                    .then(|| (b.model.graph[there].name.clone(), coarse_there.contains(&there)))
             };
             Ok((Units::of(model, shapes, &other), Vec::new()))
         }

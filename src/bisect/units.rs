@@ -49,7 +49,7 @@ impl Units {
                 }
             }
             for value in node.outputs.iter().flatten().copied() {
-                let readable = shapes.fact(value).dtype.and_then(carried).is_some();
+                let readable = is_readable(shapes, value);
                 let Some((other, coarse_there)) = other(value).filter(|_| readable) else {
                     behind.insert(value, sources.clone());
                     continue;
@@ -88,6 +88,12 @@ impl Units {
         }
         graph.nodes().map(|(id, _)| id).filter(|id| found.contains(id)).collect()
     }
+}
+
+/// Whether a value is known to be a tensor of a type that the host can hold.
+pub fn is_readable(shapes: &Shapes, value: ValueId) -> bool {
+    let fact = shapes.fact(value);
+    fact.items.is_none() && fact.dtype.and_then(carried).is_some()
 }
 
 /// What a node uses, in its bodies too.
