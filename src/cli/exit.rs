@@ -10,6 +10,7 @@ use viaduct_export::{
 use crate::{
     atomic_file::FileError,
     bench::BenchError,
+    bisect::{BisectError, Parted},
     pipeline::{dump::DumpError, flux2::Flux2Error, schedule::ScheduleError, size::SizeError},
     plan::{OverBudget, PlanError},
     runtime::{RuntimeError, Stopped},
@@ -55,7 +56,7 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     if let Some(PlanError::Sizes(e)) = error.downcast_ref::<PlanError>() {
         return Some(sizes_code(e));
     }
-    if error.is::<BarsMissed>() {
+    if error.is::<BarsMissed>() || error.is::<Parted>() {
         return Some(3);
     }
     if error.is::<OverBudget>() {
@@ -76,6 +77,9 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     if let Some(e) = error.downcast_ref::<Flux2Error>() {
         return Some(flux2_code(e));
     }
+    if let Some(e) = error.downcast_ref::<BisectError>() {
+        return bisect_code(e);
+    }
     // A transparent error stands in the chain for the one inside it.
     match error.downcast_ref::<BenchError>() {
         Some(BenchError::Pipeline(e)) => return Some(flux2_code(e)),
@@ -87,6 +91,24 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
         VerifyError::Mismatch { .. } | VerifyError::Size(_) => Some(USAGE),
         VerifyError::Pipeline(e) => Some(flux2_code(e)),
         _ => None,
+    }
+}
+
+/// Transparent variants stand in the chain for the error inside them.
+fn bisect_code(error: &BisectError) -> Option<u8> {
+    match error {
+        BisectError::InputType { .. }
+        | BisectError::InputShape { .. }
+        | BisectError::Unbound { .. }
+        | BisectError::GivenShape { .. }
+        | BisectError::NothingInCommon { .. } => Some(USAGE),
+        BisectError::Runtime(e) => code_of_link(e),
+        BisectError::Pipeline(e) => code_of_link(e),
+        BisectError::Size(e) => code_of_link(e),
+        BisectError::Oracle(e) => code_of_link(e),
+        BisectError::OverBudget(e) => code_of_link(&**e),
+        BisectError::File(e) => code_of_link(e),
+        _ => Some(FAILED),
     }
 }
 

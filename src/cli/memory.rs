@@ -34,7 +34,7 @@ impl MemoryArguments {
     }
 
     /// What a run may take on the device now.
-    fn budget(&self, device: &Device, listener: &mut dyn Listener) -> Budget {
+    pub fn budget(&self, device: &Device, listener: &mut dyn Listener) -> Budget {
         let (source, profile) = (MemorySource::system(), device.profile());
         let asked = self.budget.map(|budget| budget.0);
         let Some(host) = source.host() else {

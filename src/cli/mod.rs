@@ -1,6 +1,7 @@
 //! The command line: one file per verb.
 
 mod bench;
+mod bisect;
 mod doctor;
 mod exit;
 mod export;
@@ -50,6 +51,7 @@ impl Cli {
             Command::Verify(a) => (a.json, a.progress.progress),
             Command::Rewrite(a) => (a.json, a.progress.progress),
             Command::Bench(a) => (a.json, a.progress.progress),
+            Command::Bisect(a) => (a.json, a.progress.progress),
             Command::Report(a) => (a.json, ProgressStyle::Auto),
             Command::Inspect(a) => (a.json, ProgressStyle::Auto),
             Command::Doctor(a) => (a.json, ProgressStyle::Auto),
@@ -63,7 +65,7 @@ const EXIT_CODES: &str = "\
 Exit codes:
   0 done   1 failed (a file is corrupt, missing or cannot be written; numbers are not finite or all the same)
   2 usage (a bad flag, value or size; an unknown profile or recipe; the target exists)
-  3 verify: a bar is missed   4 the plan is over the budget   5 stopped by the watchdog, before memory ran out
+  3 verify: a bar is missed; bisect: the runs part   4 the plan is over the budget   5 stopped by the watchdog, before memory ran out
   6 the device is lost, unfit or absent (--ep webgpu without an adapter)
   128 + N ended by signal N: 130 after Ctrl-C (an export leaves nothing, a picture is gone on with)";
 
@@ -72,6 +74,7 @@ enum Command {
     Export(export::Arguments),
     Generate(generate::Arguments),
     Verify(verify::Arguments),
+    Bisect(bisect::Arguments),
     Bench(bench::Arguments),
     Report(report::Arguments),
     Rewrite(rewrite::Arguments),
@@ -101,7 +104,15 @@ impl DeviceArguments {
         Ok(runtime)
     }
 
-    /// The same in a child process; tensors pass through files in `exchange`.
+    /// Starts the runtime on another provider.
+    fn start_on(&self, provider: Provider, listener: &mut dyn Listener) -> Result<Runtime, RuntimeError> {
+        let adapter = self.adapter.clone().filter(|_| provider != Provider::Cpu);
+        let runtime = Runtime::start(&RuntimeOptions { provider, adapter, tuning: None })?;
+        announce(runtime.device(), listener);
+        Ok(runtime)
+    }
+
+    /// [`DeviceArguments::start`] in a child process; tensors pass through files in `exchange`.
     fn start_workers(
         &self,
         exchange: &Path,
@@ -188,7 +199,7 @@ pub fn misuse(error: &clap::Error) -> anyhow::Result<()> {
         return printer::print(&text);
     }
     if error.kind() == NoCommand {
-        let message = "no command; `viaduct export`, `generate`, `verify`, `bench`, `report`, `rewrite`, `inspect` and `doctor` take --help";
+        let message = "no command; `viaduct export`, `generate`, `verify`, `bisect`, `bench`, `report`, `rewrite`, `inspect` and `doctor` take --help";
         return Err(UsageError(message.to_owned()).into());
     }
     let message = text.split("\n\nUsage:").next().unwrap_or(&text);
@@ -203,6 +214,7 @@ pub fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Export(arguments) => export::run(&arguments),
         Command::Generate(arguments) => generate::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),
+        Command::Bisect(arguments) => bisect::run(&arguments),
         Command::Bench(arguments) => bench::run(&arguments),
         Command::Report(arguments) => report::run(&arguments),
         Command::Rewrite(arguments) => rewrite::run(&arguments),

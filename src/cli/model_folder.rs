@@ -11,10 +11,10 @@ use viaduct_export::{
 use crate::atomic_file::FileError;
 
 /// Endings of the files that such a folder consists of.
-const ENDINGS: [&str; 2] = ["onnx", "data"];
+pub const ENDINGS: &[&str] = &["onnx", "data"];
 
-/// Refuses a target that exists, but for a folder of nothing but models if it may be replaced.
-pub fn check_target(source: &Path, out: &Path, force: bool) -> Result<(), FileError> {
+/// Refuses a target that exists, but for a folder of nothing but files with these endings if it may be replaced.
+pub fn check_target(source: &Path, out: &Path, endings: &[&str], force: bool) -> Result<(), FileError> {
     let failed = |source| FileError::Write { path: out.to_owned(), source };
     if fs::symlink_metadata(out).is_err() {
         return Ok(());
@@ -29,7 +29,7 @@ pub fn check_target(source: &Path, out: &Path, force: bool) -> Result<(), FileEr
     for entry in fs::read_dir(out).map_err(failed)? {
         let entry = entry.map_err(failed)?;
         let path = entry.path();
-        let ours = path.extension().is_some_and(|ending| ENDINGS.iter().any(|known| ending == *known));
+        let ours = path.extension().is_some_and(|ending| endings.iter().any(|known| ending == *known));
         if !ours || !entry.file_type().map_err(failed)?.is_file() {
             return Err(FileError::Foreign { path: out.to_owned(), file: path });
         }

@@ -277,7 +277,10 @@ fn nearest(
 }
 
 /// Refuses names that no graph has.
-fn check_names<'a>(given: &[(String, usize)], graphs: impl Iterator<Item = &'a Model>) -> anyhow::Result<()> {
+pub fn check_names<'a>(
+    given: &[(String, usize)],
+    graphs: impl Iterator<Item = &'a Model>,
+) -> anyhow::Result<()> {
     let known: BTreeSet<String> = graphs.flat_map(|model| symbols(&model.graph)).collect();
     let Some((name, size)) = given.iter().find(|(name, _)| !known.contains(name)) else { return Ok(()) };
     let known = match known.is_empty() {

@@ -180,7 +180,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     };
     let chosen_split = arguments.splitting.chosen()?;
     match chosen_split {
-        Some(_) => model_folder::check_target(source, out, arguments.force)?,
+        Some(_) => model_folder::check_target(source, out, model_folder::ENDINGS, arguments.force)?,
         None => check_target(source, out, arguments.force)?,
     }
     let passes = chosen(arguments, chosen_split.is_some())?;

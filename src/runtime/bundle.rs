@@ -2,7 +2,7 @@
 
 use viaduct_export::{
     bundle::{Bundle, BundleError, Stages},
-    onnx::{DType, Value, ValueType},
+    onnx::{DType, Graph, Value, ValueType},
     shapes::Sizes,
 };
 
@@ -62,10 +62,7 @@ impl Runtime {
             other => other.into(),
         })?;
         let graph = &model.graph;
-        if !self.device().f16 && graph.values().any(|(_, value)| is_f16(value)) {
-            let (stage, adapter) = (name.to_owned(), self.device().name.clone());
-            return Err(RuntimeError::NoF16 { stage, adapter });
-        }
+        self.check_f16(name, graph)?;
         let exposed = |name: &str| binding.exposed.iter().any(|prefix| name.starts_with(prefix));
         let inner = graph.values().filter(|(id, value)| exposed(&value.name) && !graph.inputs.contains(id));
         let inner: Vec<String> = inner.map(|(_, value)| value.name.clone()).collect();
@@ -75,6 +72,14 @@ impl Runtime {
             .map_err(unfit)?;
         let cpu_nodes = if bundle.is_imported() { CpuNodes::Allowed } else { CpuNodes::Refused };
         self.open_model_with(name, model, binding.settings.pending_dispatches, cpu_nodes)
+    }
+
+    /// Refuses a graph in f16 for a device that does not compute in it.
+    pub(super) fn check_f16(&self, stage: &str, graph: &Graph) -> Result<(), RuntimeError> {
+        if self.device().f16 || !graph.values().any(|(_, value)| is_f16(value)) {
+            return Ok(());
+        }
+        Err(RuntimeError::NoF16 { stage: stage.to_owned(), adapter: self.device().name.clone() })
     }
 }
 

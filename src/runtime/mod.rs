@@ -39,7 +39,7 @@ pub use lower::{Attention, LowerError, Lowered, lower};
 pub use memory_meter::{MemoryMeter, MemoryPeaks};
 pub use read_back::Fence;
 pub use settings::Settings;
-pub use stage::{Stage, StageModel, TensorInfo};
+pub use stage::{Optimisation, Stage, StageModel, TensorInfo};
 pub use tensor::{Placement, Tensor, TensorView};
 pub use tuned::{KeepError, MeasuredOn, check_tuning_folder, keep_tuning};
 pub use vulkan::{Adapter, adapters};

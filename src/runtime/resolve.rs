@@ -9,7 +9,10 @@ use std::{
 
 use viaduct_export::onnx::{Bytes, MappedFile, Model, model_bytes};
 
-use super::{Runtime, RuntimeError, Stage, StageModel, stage::CpuNodes};
+use super::{
+    Runtime, RuntimeError, Stage, StageModel,
+    stage::{CpuNodes, Freedom, Optimisation},
+};
 
 impl Runtime {
     /// [`Runtime::open`] for a model whose weights stay in the files that it was read from.
@@ -22,13 +25,27 @@ impl Runtime {
         self.open_model_with(name, model, pending_dispatches, CpuNodes::Refused)
     }
 
-    /// [`Runtime::open_model`] that may leave nodes to the CPU. The session does not borrow the runtime.
+    /// [`Runtime::open_model`] for looking into a graph that may be anyone's: nodes may be left to the CPU, and ONNX Runtime
+    /// changes no more of the graph than it is allowed to.
+    pub fn open_for_inspection(
+        &mut self,
+        name: &str,
+        model: Model,
+        pending_dispatches: u32,
+        optimisation: Optimisation,
+    ) -> Result<Stage<'_>, RuntimeError> {
+        self.check_f16(name, &model.graph)?;
+        let freedom = Freedom { cpu_nodes: CpuNodes::Allowed, optimisation };
+        self.open_model_with(name, model, pending_dispatches, freedom)
+    }
+
+    /// [`Runtime::open_model`] with the freedom that is given. The session does not borrow the runtime.
     pub(super) fn open_model_with(
         &mut self,
         name: &str,
         mut model: Model,
         pending_dispatches: u32,
-        cpu_nodes: CpuNodes,
+        freedom: impl Into<Freedom>,
     ) -> Result<Stage<'static>, RuntimeError> {
         let failed = |reason: String| RuntimeError::Open { stage: name.to_owned(), reason };
         resolve_links(&mut model).map_err(|e| failed(e.to_string()))?;
@@ -37,7 +54,7 @@ impl Runtime {
         let folder = model.folder.take().unwrap_or_else(|| PathBuf::from("."));
         // Maps of the weights; ONNX Runtime makes its own.
         drop(model);
-        self.open_with(StageModel { name, bytes, folder: &folder, pending_dispatches }, cpu_nodes)
+        self.open_with(StageModel { name, bytes, folder: &folder, pending_dispatches }, freedom)
     }
 }
 

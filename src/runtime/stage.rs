@@ -49,6 +49,31 @@ pub(super) enum CpuNodes {
     Allowed,
 }
 
+/// How far ONNX Runtime may change a graph before it runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Optimisation {
+    /// Nodes run as they are written, but for the casts of what a provider has no kernel for.
+    None,
+    /// Constants are folded, and what is redundant goes.
+    Basic,
+    /// Nodes are fused, too.
+    #[default]
+    All,
+}
+
+/// What a session may do with its graph.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Freedom {
+    pub cpu_nodes: CpuNodes,
+    pub optimisation: Optimisation,
+}
+
+impl From<CpuNodes> for Freedom {
+    fn from(cpu_nodes: CpuNodes) -> Freedom {
+        Freedom { cpu_nodes, optimisation: Optimisation::All }
+    }
+}
+
 /// An input or output of a stage.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorInfo {
@@ -101,11 +126,12 @@ impl Runtime {
     pub(super) fn open_with(
         &mut self,
         model: StageModel<'_>,
-        cpu_nodes: CpuNodes,
+        freedom: impl Into<Freedom>,
     ) -> Result<Stage<'static>, RuntimeError> {
         let start = Instant::now();
+        let Freedom { cpu_nodes, optimisation } = freedom.into();
         let stage = model.name;
-        let session = self.session(&model).map_err(|reason| self.open_error(stage, reason))?;
+        let session = self.session(&model, optimisation).map_err(|reason| self.open_error(stage, reason))?;
         drop(model.bytes);
         let failed =
             |e: ort::Error| RuntimeError::Open { stage: stage.to_owned(), reason: e.message().to_owned() };
@@ -136,12 +162,17 @@ impl Runtime {
         })
     }
 
-    fn session(&self, model: &StageModel<'_>) -> Result<Session, String> {
+    fn session(&self, model: &StageModel<'_>, optimisation: Optimisation) -> Result<Session, String> {
         let entry = |builder: SessionBuilder, key: &str, value: &str| {
             builder.with_config_entry(key, value).map_err(text)
         };
         let builder = Session::builder(&self.env.ort).map_err(text)?;
-        let builder = builder.with_optimization_level(GraphOptimizationLevel::All).map_err(text)?;
+        let level = match optimisation {
+            Optimisation::None => GraphOptimizationLevel::Disable,
+            Optimisation::Basic => GraphOptimizationLevel::Level1,
+            Optimisation::All => GraphOptimizationLevel::All,
+        };
+        let builder = builder.with_optimization_level(level).map_err(text)?;
         let folder = model.folder.to_str().ok_or_else(|| {
             format!("{}: the name is not UTF-8, as ONNX Runtime needs it; rename it", model.folder.display())
         })?;

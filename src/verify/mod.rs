@@ -17,7 +17,7 @@ use viaduct_export::{
 use self::compare::Comparer;
 pub use self::{
     compare::{Outcome, Row},
-    oracle::Oracle,
+    oracle::{Oracle, OracleRequest},
 };
 use crate::{
     npy::NpyError,

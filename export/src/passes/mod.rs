@@ -56,6 +56,7 @@ mod view;
 
 pub use bind_sizes::symbols;
 pub use decompose_attention::{MAX_SLICES, MultiHead, Written};
+pub use drop_dead::sweep as drop_dead;
 pub use facts::Facts;
 pub use head_norm::HeadNorm;
 pub use outcome::{Outcome, Refusal};

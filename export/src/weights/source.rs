@@ -108,6 +108,13 @@ impl Checkpoint {
         Ok(Tensor { dtype: entry.dtype, shape: shape.to_vec(), bytes })
     }
 
+    /// The tensor of that name as it lies in its file, of whatever type and shape, mapped; `None` if there is none.
+    pub fn raw(&self, name: &str) -> Option<Tensor> {
+        let (shard, entry) = self.entry(name)?;
+        let bytes = Bytes::Mapped { file: shard.file.clone(), range: entry.range.clone() };
+        Some(Tensor { dtype: entry.dtype, shape: entry.shape.clone(), bytes })
+    }
+
     fn entry(&self, name: &str) -> Option<(&Shard, &Entry)> {
         let shard = &self.shards[*self.places.get(name)?];
         Some((shard, shard.tensors.get(name)?))

@@ -1,0 +1,235 @@
+//! What a graph is run on: given tensors, and noise of a sane size where none is given.
+
+use viaduct_export::{
+    onnx::{DType, Dim, Graph, ValueId, ValueType},
+    shapes::Sizes,
+};
+
+use super::{
+    BisectError,
+    compare::as_type,
+    side::Tensors,
+    tensors::{TensorFiles, carried},
+};
+use crate::tensor::HostTensor;
+
+/// Inputs of several graphs, and which of them are noise.
+pub struct Inputs {
+    pub tensors: Tensors,
+    pub invented: Vec<String>,
+}
+
+/// Sizes of symbols that follow from the shapes of given tensors; sizes in `sizes` stay.
+pub fn bind_by_tensors(graph: &Graph, files: &TensorFiles, sizes: &mut Sizes) -> Result<(), BisectError> {
+    for id in &graph.inputs {
+        let Some(ValueType::Tensor { shape: Some(dims), .. }) = &graph[*id].ty else { continue };
+        let Some(tensor) = files.tensor(&graph[*id].name)?.filter(|t| t.shape.len() == dims.len()) else {
+            continue;
+        };
+        for (dim, size) in dims.iter().zip(&tensor.shape) {
+            if let Dim::Symbol(name) = dim {
+                sizes.entry(name.clone()).or_insert(*size);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Everything that the graph's inputs need: by name from `known`, else noise from the seed. Tensors get the types that the
+/// graph takes.
+pub fn inputs(
+    graph: &Graph,
+    sizes: &Sizes,
+    known: &dyn Fn(&str) -> Result<Option<HostTensor>, BisectError>,
+    seed: u64,
+) -> Result<Inputs, BisectError> {
+    let mut inputs = Inputs { tensors: Tensors::new(), invented: Vec::new() };
+    for id in graph.inputs.iter().copied() {
+        let name = &graph[id].name;
+        let dtype = host_type(graph, id)?;
+        let tensor = match known(name)? {
+            Some(tensor) => fitted(graph, id, sizes, as_type(&tensor, dtype))?,
+            None => {
+                inputs.invented.push(name.clone());
+                invented(graph, id, &shape(graph, id, sizes)?, dtype, seed)
+            }
+        };
+        inputs.tensors.insert(name.clone(), tensor);
+    }
+    Ok(inputs)
+}
+
+/// The type in which the host holds an input.
+fn host_type(graph: &Graph, id: ValueId) -> Result<DType, BisectError> {
+    let dtype = match &graph[id].ty {
+        Some(ValueType::Tensor { dtype, .. }) => carried(*dtype),
+        _ => None,
+    };
+    dtype.ok_or_else(|| BisectError::InputType { input: graph[id].name.clone() })
+}
+
+fn dims(graph: &Graph, id: ValueId) -> Option<&[Dim]> {
+    match &graph[id].ty {
+        Some(ValueType::Tensor { shape, .. }) => shape.as_deref(),
+        _ => None,
+    }
+}
+
+fn shape(graph: &Graph, id: ValueId, sizes: &Sizes) -> Result<Vec<usize>, BisectError> {
+    let input = || graph[id].name.clone();
+    let dims = dims(graph, id).ok_or_else(|| BisectError::InputShape { input: input() })?;
+    let size = |dim: &Dim| match dim {
+        Dim::Fixed(size) => Ok(*size),
+        Dim::Symbol(name) => {
+            let unbound = || BisectError::Unbound { input: input(), symbol: name.clone() };
+            sizes.get(name).copied().ok_or_else(unbound)
+        }
+        Dim::Unknown => Err(BisectError::InputShape { input: input() }),
+    };
+    let shape = dims.iter().map(size).collect::<Result<Vec<_>, _>>()?;
+    // Noise is made as f32 first.
+    match DType::F32.byte_len(&shape) {
+        Some(_) => Ok(shape),
+        None => Err(BisectError::InputShape { input: input() }),
+    }
+}
+
+/// A given tensor whose shape is one that the graph takes. A rotary table that has every angle twice, as reference files
+/// have it, loses the repetition where the graph takes each once.
+fn fitted(graph: &Graph, id: ValueId, sizes: &Sizes, tensor: HostTensor) -> Result<HostTensor, BisectError> {
+    let Ok(wanted) = shape(graph, id, sizes) else { return Ok(tensor) };
+    if tensor.shape == wanted {
+        return Ok(tensor);
+    }
+    let mut twice = wanted.clone();
+    if let Some(last) = twice.last_mut() {
+        *last = last.saturating_mul(2);
+    }
+    let values = tensor.to_f32();
+    if tensor.shape == twice && values.as_chunks::<2>().0.iter().all(|[a, b]| a == b) {
+        let once = HostTensor::f32(&wanted, values.into_iter().step_by(2).collect());
+        return Ok(as_type(&once, tensor.values.dtype()));
+    }
+    Err(BisectError::GivenShape { input: graph[id].name.clone(), wanted, given: tensor.shape })
+}
+
+/// Noise about 1, but what a name promises: angles' cosines and sines in tables, zeros in a mask that is added, ones in a
+/// mask of integers, times between 0 and 1. Integers are 0 and 1, or below the rows of the table that they pick from.
+fn invented(graph: &Graph, id: ValueId, shape: &[usize], dtype: DType, seed: u64) -> HostTensor {
+    let name = graph[id].name.to_lowercase();
+    let count: usize = shape.iter().product();
+    let mut random = Random::new(seed, &name);
+    let is = |part: &str| name.contains(part);
+    let rows = rows_of_table(graph, id).unwrap_or(2);
+    let value: Box<dyn FnMut(usize) -> f32> = match dtype.is_float() {
+        true if is("mask") => Box::new(|_| 0.0),
+        true if is("cos") => Box::new(|i| angle(i).cos()),
+        true if is("sin") => Box::new(|i| angle(i).sin()),
+        true if is("time") || is("sigma") => Box::new(move |_| random.unit()),
+        true => Box::new(move |_| random.normal()),
+        false if is("mask") => Box::new(|_| 1.0),
+        false => Box::new(move |_| (random.unit() * rows as f32).floor()),
+    };
+    as_type(&HostTensor::f32(shape, (0..count).map(value).collect()), dtype)
+}
+
+/// The same angle for the same place in tables of cosines and of sines.
+fn angle(index: usize) -> f32 {
+    (index % 8191) as f32 * 0.61
+}
+
+/// Rows of the constant that the input picks from.
+fn rows_of_table(graph: &Graph, id: ValueId) -> Option<usize> {
+    let gathers = graph.nodes().filter(|(_, node)| node.is("Gather") && node.input(1) == Some(id));
+    let tables = gathers.filter_map(|(_, node)| {
+        let shape = &graph[node.input(0)?].constant.as_ref()?.shape;
+        let axis = node.int("axis").unwrap_or(0);
+        let axis = if axis < 0 { axis.checked_add(shape.len() as i64)? } else { axis };
+        shape.get(usize::try_from(axis).ok()?).copied()
+    });
+    tables.min()
+}
+
+/// SplitMix64, by Steele, Lea and Flood.
+struct Random(u64);
+
+impl Random {
+    /// Other numbers for every input.
+    fn new(seed: u64, name: &str) -> Random {
+        Random(name.bytes().fold(seed, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)))
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// From 0 to below 1.
+    fn unit(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1u64 << 24) as f32
+    }
+
+    /// Of mean 0 and deviation 1, at most 6: twelve uniform numbers added up.
+    fn normal(&mut self) -> f32 {
+        (0..12).map(|_| self.unit()).sum::<f32>() - 6.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use viaduct_export::onnx::{Builder, Model, Tensor};
+
+    use super::*;
+
+    fn model() -> Model {
+        let mut graph = Builder::new("g");
+        let seq = Dim::Symbol("seq".to_owned());
+        let ids = graph.input("ids", DType::I64, &[Dim::Fixed(1), seq.clone()]);
+        let table = graph.constant("table", Tensor::from_f32(&[5, 2], &[0.0; 10]));
+        let y = graph.op("Gather", &[table, ids], &[]);
+        graph.input("rope_cos", DType::F32, &[seq.clone(), Dim::Fixed(3)]);
+        graph.input("mask", DType::F16, &[seq.clone(), seq]);
+        graph.input("x", DType::F32, &[Dim::Fixed(2), Dim::Fixed(500)]);
+        graph.output(y, "y", &[Dim::Unknown, Dim::Unknown, Dim::Unknown]);
+        graph.finish()
+    }
+
+    fn nothing(_: &str) -> Result<Option<HostTensor>, BisectError> {
+        Ok(None)
+    }
+
+    #[test]
+    fn noise_is_what_names_promise() {
+        let model = model();
+        let sizes = Sizes::from([("seq".to_owned(), 100)]);
+        let made = inputs(&model.graph, &sizes, &nothing, 3).unwrap();
+        let all = |name: &str| made.tensors[name].to_f32();
+        assert!(all("ids").iter().all(|id| (0.0..5.0).contains(id)) && all("ids").contains(&4.0));
+        assert!(all("rope_cos").iter().all(|x| x.abs() <= 1.0));
+        assert!(all("mask").iter().all(|x| *x == 0.0));
+        let x = all("x");
+        let deviation = (x.iter().map(|x| x * x).sum::<f32>() / x.len() as f32).sqrt();
+        assert!((deviation - 1.0).abs() < 0.1, "{deviation}");
+        assert_eq!(made.tensors, inputs(&model.graph, &sizes, &nothing, 3).unwrap().tensors);
+        assert_ne!(made.tensors, inputs(&model.graph, &sizes, &nothing, 4).unwrap().tensors);
+    }
+
+    #[test]
+    fn what_is_given_must_fit() {
+        let model = model();
+        let sizes = Sizes::from([("seq".to_owned(), 2)]);
+        let given = |shape: &'static [usize]| {
+            let values = (0..shape.iter().product()).map(|i| (i / 2) as f32).collect();
+            let tensor = HostTensor::f32(shape, values);
+            let known = move |name: &str| Ok((name == "rope_cos").then(|| tensor.clone()));
+            inputs(&model.graph, &sizes, &known, 0).map(|inputs| inputs.tensors["rope_cos"].to_f32())
+        };
+        assert_eq!(given(&[2, 6]).unwrap(), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+        assert_eq!(given(&[2, 3]).unwrap().len(), 6);
+        assert!(matches!(given(&[3, 3]), Err(BisectError::GivenShape { .. })));
+        let unbound = inputs(&model.graph, &Sizes::new(), &nothing, 0);
+        assert!(matches!(unbound, Err(BisectError::Unbound { .. })));
+    }
+}
