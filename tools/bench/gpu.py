@@ -153,7 +153,9 @@ def measure_all(bench: Bench, arguments: argparse.Namespace) -> None:
         picture = ["-b", bundles["q8"], "-p", "a lighthouse", "-o", bench.work / "picture.png", *limited]
         bench.run_viaduct(f"q8 {BUDGET}, generate", "generate", *picture, expected_code=OVER_BUDGET)
     if "q4" in bundles:
-        bench.run_viaduct(SWEEP, "bench", bundles["q4"], "--size", arguments.size, "--sweep", "--json")
+        # Each size by itself, so that what was swept stays when the time is up.
+        for size in arguments.size.split(","):
+            bench.run_viaduct(f"{SWEEP}, {size}", "bench", bundles["q4"], "--size", size, "--steps", "3", "--sweep", "--json")
 
 
 def export_all(bench: Bench, arguments: argparse.Namespace) -> dict[str, Path]:
@@ -192,7 +194,7 @@ def print_table(bench: Bench) -> None:
         print(f"{step.name:<20} {step.seconds:>7.1f} s {step.host_peak_mb:>7.0f} MB{end}")
     for name in bench.left_out:
         print(f"{name:<20} left out: the time was up")
-    sweeps = [sweep for step in bench.steps if step.name == SWEEP for sweep in step.result.get("sweeps", [])]
+    sweeps = [sweep for step in bench.steps if step.name.startswith(SWEEP) for sweep in step.result.get("sweeps", [])]
     for sweep in sweeps:
         ratio, trials = sweep["tuned_over_best"], len(sweep["trials"])
         print(f"{sweep['width']}x{sweep['height']}: a step as tuned takes {ratio:.3f} times the best of {trials} forms")
@@ -207,7 +209,7 @@ def print_table(bench: Bench) -> None:
 
 
 def is_measurement(step: Step) -> bool:
-    return step.is_right and step.name.startswith(tuple(BUNDLES)) and step.name != SWEEP and bool(step.result)
+    return step.is_right and step.name.startswith(tuple(BUNDLES)) and not step.name.startswith(SWEEP) and bool(step.result)
 
 
 def flat(value, path: str = "") -> dict[str, object]:
