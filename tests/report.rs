@@ -427,6 +427,9 @@ fn what_is_opened_ahead_is_told_and_counted() {
         "{told}"
     );
     assert!(told.contains("one session at a time"), "{told}");
+    // Small stages would fit beside each other where the largest does not fit alone.
+    let (refused, told) = chain(&(roomy["peak"].as_u64().unwrap() - 1).to_string());
+    assert_eq!(refused["overlap"], serde_json::json!([]), "{told}");
 }
 
 #[test]

@@ -206,6 +206,27 @@ fn an_interrupted_run_goes_on() {
     goes_on_from_every_point(&Case::klein(), INT);
 }
 
+/// From the moment on at which there is something to take away.
+#[test]
+fn an_interrupt_while_the_workers_start_leaves_nothing() {
+    let case = Case::flux2_a();
+    let exchange = || case.runs().exists() && names(&case.runs()).iter().any(|n| n.starts_with("exchange-"));
+    let mut command = case.command();
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let end = Instant::now() + Duration::from_secs(60);
+    while !exchange() {
+        assert!(
+            Instant::now() < end && child.try_wait().unwrap().is_none(),
+            "no folder for tensors was made"
+        );
+        sleep(Duration::from_millis(1));
+    }
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(128 + INT.1), "{}", text(&output.stderr));
+    assert!(!exchange(), "{:?}", names(&case.runs()));
+}
+
 #[test]
 fn a_killed_run_of_another_model_goes_on() {
     goes_on_from_every_point(&Case::flux2_a(), KILL);

@@ -123,8 +123,16 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     check_writable(arguments, &files)?;
     let mut progress = Progress::new(arguments.progress.progress);
     let runs = runs()?;
-    let place = Place::start(arguments, &bundle, &picture(&requests[0]), runs.as_ref(), &mut progress)?;
-    let Place { mut executor, plan, exchange, kept } = place;
+    let position = stop_on_interrupt(&progress)?;
+    // Held while the folder is made, so that an interrupt finds none or removes it.
+    let mut exchange = || {
+        let mut position = locked(&position);
+        let exchange = Exchange::create(runs.as_ref())?;
+        position.exchange = Some(exchange.path().to_owned());
+        Ok(exchange)
+    };
+    let place = Place::start(arguments, &bundle, &picture(&requests[0]), &mut exchange, &mut progress)?;
+    let Place { mut executor, plan, exchange: _exchange, kept } = place;
     let folder =
         run_folder(arguments, &mut requests, runs, (&bundle, executor.device(), &plan), &mut progress);
     announce(&requests, &mut progress);
@@ -136,7 +144,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         Some(dump) => dump,
         None => &mut nothing,
     };
-    let position = stop_on_interrupt(&progress, folder.holds_tensors(), exchange.as_ref())?;
+    locked(&position).kept = folder.holds_tensors();
     let stop = StopAt::from_environment();
     let mut listener = Tracked { progress, position: position.clone(), memory: Vec::new(), stop };
     let watch = Watch::new(&mut listener, probe);
@@ -148,7 +156,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
             end(&position);
         }
         write_picture(&files[index], existing, id.as_deref(), &png)?;
-        position.lock().unwrap_or_else(PoisonError::into_inner).drawn = index + 1;
+        locked(&position).drawn = index + 1;
         Ok(())
     };
     let alone = match &requests[..] {
@@ -237,13 +245,19 @@ struct Position {
     kept: bool,
     /// Pictures that are written.
     drawn: usize,
+    /// The folder for the workers' tensors, which goes with the run.
+    exchange: Option<PathBuf>,
 }
 
 type SharedPosition = Arc<Mutex<Position>>;
 
+fn locked(position: &SharedPosition) -> MutexGuard<'_, Position> {
+    position.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// From now on an interrupt is not heeded, since the run is over.
 fn end(position: &SharedPosition) {
-    position.lock().unwrap_or_else(PoisonError::into_inner).stage = None;
+    locked(position).stage = None;
 }
 
 /// Bytes that a stage's process took at its peak, as planned and as measured.
@@ -262,19 +276,13 @@ struct Tracked {
     stop: Option<StopAt>,
 }
 
-impl Tracked {
-    fn position(&self) -> MutexGuard<'_, Position> {
-        self.position.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl Listener for Tracked {
     fn on_event(&mut self, event: Event) {
         match &event {
             Event::Stage { name, .. } => {
-                self.position().stage = Some(name.clone());
+                locked(&self.position).stage = Some(name.clone());
             }
-            Event::Kept { .. } => self.position().kept = true,
+            Event::Kept { .. } => locked(&self.position).kept = true,
             Event::Memory { stage, planned, measured } => {
                 let (stage, planned, measured) = (stage.clone(), *planned, *measured);
                 self.memory.push(StagePeak { stage, planned, measured });
@@ -292,18 +300,13 @@ impl Listener for Tracked {
 const LAST_WORD: Duration = Duration::from_millis(500);
 
 /// An interrupt ends the process at once, but for a file that is being written.
-fn stop_on_interrupt(
-    progress: &Progress,
-    kept: bool,
-    exchange: Option<&Exchange>,
-) -> anyhow::Result<SharedPosition> {
-    let place =
-        SharedPosition::new(Mutex::new(Position { stage: Some("text_encoder".to_owned()), kept, drawn: 0 }));
+fn stop_on_interrupt(progress: &Progress) -> anyhow::Result<SharedPosition> {
+    let stage = Some("text_encoder".to_owned());
+    let place = SharedPosition::new(Mutex::new(Position { stage, kept: false, drawn: 0, exchange: None }));
     let (at, last_word) = (place.clone(), progress.last_word());
-    let exchange = exchange.map(|exchange| exchange.path().to_owned());
     on_interrupt(move |signal| {
         // Held to the end, so that the run gets no further.
-        let position = at.lock().unwrap_or_else(PoisonError::into_inner);
+        let position = locked(&at);
         let Some(stage) = position.stage.as_ref() else { return };
         let _held = atomic_file::hold_writes();
         let event = Event::warning(match (position.kept, position.drawn) {
@@ -313,7 +316,7 @@ fn stop_on_interrupt(
                 format!("interrupted in stage {stage}; the {drawn} pictures that are written stay")
             }
         });
-        let _ = exchange.map(fs::remove_dir_all);
+        let _ = position.exchange.as_ref().map(fs::remove_dir_all);
         within(LAST_WORD, move || last_word(event));
         leave(signal)
     })?;

@@ -69,7 +69,8 @@ impl<'a> PlannedModel<'a> {
         self.sizes(picture, &Settings::default())?;
         let sizes = |settings: &Settings| self.sizes(picture, settings).unwrap_or_default();
         let mut plan = Plan::new(&self.graphs, &sizes, &self.device, self.budget, self.besides);
-        if self.overlapped {
+        // What does not fit by itself is refused, or forced and then run with as little beside it as can be.
+        if self.overlapped && plan.stages.iter().all(|stage| self.budget.holds(stage.predicted)) {
             let stages: Vec<_> =
                 plan.stages.iter().map(|stage| (self.stages.component(&stage.name), stage)).collect();
             plan.overlap = Overlap::new(&stages, self.budget);

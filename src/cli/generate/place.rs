@@ -5,10 +5,7 @@ use viaduct_export::{arch::SizesRequest, bundle::Bundle};
 use super::Arguments;
 use crate::{
     cli::{progress::Progress, runs::Exchange},
-    pipeline::{
-        event::{Event, Listener},
-        runs::Runs,
-    },
+    pipeline::event::{Event, Listener},
     plan::{OverBudget, Plan},
     runtime::{Executor, KeptSessions},
 };
@@ -24,12 +21,12 @@ pub struct Place {
 }
 
 impl Place {
-    /// Starts what the command asks for. Sessions that cannot stay loaded are opened one at a time instead, which is said.
+    /// Starts what the command asks for; `exchange` makes the folder for the workers' tensors. Sessions that cannot stay loaded are opened one at a time instead, which is said.
     pub fn start(
         arguments: &Arguments,
         bundle: &Bundle,
         picture: &SizesRequest,
-        runs: Option<&Runs>,
+        exchange: &mut dyn FnMut() -> anyhow::Result<Exchange>,
         progress: &mut Progress,
     ) -> anyhow::Result<Place> {
         let Arguments { device, memory, force, .. } = arguments;
@@ -40,7 +37,7 @@ impl Place {
         }
         let exchange = match arguments.in_process {
             true => None,
-            false => Some(Exchange::create(runs)?),
+            false => Some(exchange()?),
         };
         let executor: Box<dyn Executor> = match &exchange {
             None => Box::new(device.start(progress)?),

@@ -229,7 +229,7 @@ fn start_child(options: &RuntimeOptions, exchange: &Path) -> Result<(Process, De
         Ok(Reply::Failed { message, exit_code }) => Err(RuntimeError::Worker { message, exit_code }),
         Ok(other) => Err(unexpected(&format!("{other:?}"))),
         Err(Silence::Unintelligible(problem)) => Err(unexpected(&problem)),
-        Err(_) => Err(RuntimeError::WorkerUnusable { problem: format!("{} while it started", child.end()) }),
+        Err(_) => Err(RuntimeError::WorkerUnusable { problem: format!("did not start: it {}", child.end()) }),
     }
 }
 
