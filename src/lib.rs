@@ -2,6 +2,7 @@
 
 pub mod atomic_file;
 pub mod bench;
+pub mod calibrate;
 pub mod cli;
 pub mod npy;
 pub mod pipeline;

@@ -58,6 +58,9 @@ pub struct Arguments {
     /// are for graphs
     #[arg(long)]
     profile: Option<String>,
+    /// Statistics of the inputs of the layers, by which weights are fitted: a file that `viaduct calibrate` wrote
+    #[arg(long, value_name = "FILE")]
+    calibration: Option<PathBuf>,
     /// A shipped recipe's name or a .toml file
     #[arg(long)]
     recipe: Option<String>,
@@ -124,8 +127,12 @@ fn made(arguments: &Arguments, progress: &mut dyn FnMut(ExportEvent)) -> anyhow:
             return usage("--tokenizer is for .onnx files; a checkpoint has its own");
         }
         let profile = arguments.profile.as_deref().unwrap_or(DEFAULT_PROFILE);
-        let request = ExportRequest { source, out, recipe, profile, set, force, fault: None };
+        let calibration = arguments.calibration.as_deref();
+        let request = ExportRequest { source, out, recipe, profile, calibration, set, force, fault: None };
         return Ok(export(&request, progress)?);
+    }
+    if arguments.calibration.is_some() {
+        return usage("--calibration is for checkpoints");
     }
     if graphs.len() < sources.len() {
         return usage("a checkpoint folder and .onnx files do not go together");

@@ -1,6 +1,7 @@
 //! The command line: one file per verb.
 
 mod bench;
+mod calibrate;
 mod doctor;
 mod exit;
 mod export;
@@ -49,6 +50,7 @@ impl Cli {
             Command::Generate(a) => (a.json, a.progress.progress),
             Command::Verify(a) => (a.json, a.progress.progress),
             Command::Rewrite(a) => (a.json, a.progress.progress),
+            Command::Calibrate(a) => (a.json, a.progress.progress),
             Command::Bench(a) => (a.json, a.progress.progress),
             Command::Report(a) => (a.json, ProgressStyle::Auto),
             Command::Inspect(a) => (a.json, ProgressStyle::Auto),
@@ -72,6 +74,7 @@ enum Command {
     Export(export::Arguments),
     Generate(generate::Arguments),
     Verify(verify::Arguments),
+    Calibrate(calibrate::Arguments),
     Bench(bench::Arguments),
     Report(report::Arguments),
     Rewrite(rewrite::Arguments),
@@ -188,7 +191,7 @@ pub fn misuse(error: &clap::Error) -> anyhow::Result<()> {
         return printer::print(&text);
     }
     if error.kind() == NoCommand {
-        let message = "no command; `viaduct export`, `generate`, `verify`, `bench`, `report`, `rewrite`, `inspect` and `doctor` take --help";
+        let message = "no command; `viaduct export`, `generate`, `verify`, `calibrate`, `bench`, `report`, `rewrite`, `inspect` and `doctor` take --help";
         return Err(UsageError(message.to_owned()).into());
     }
     let message = text.split("\n\nUsage:").next().unwrap_or(&text);
@@ -203,6 +206,7 @@ pub fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Export(arguments) => export::run(&arguments),
         Command::Generate(arguments) => generate::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),
+        Command::Calibrate(arguments) => calibrate::run(&arguments),
         Command::Bench(arguments) => bench::run(&arguments),
         Command::Report(arguments) => report::run(&arguments),
         Command::Rewrite(arguments) => rewrite::run(&arguments),

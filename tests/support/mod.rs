@@ -138,6 +138,7 @@ impl Checkpoint {
             out: &bundle.path(),
             recipe: None,
             profile,
+            calibration: None,
             set: &self.set,
             force: false,
             fault: Some(fault),

@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use crate::{
     onnx::{Attribute, Builder, DType, Model, Tensor, ValueId},
-    quant::{self, BlockFormat, F16_MAX, QuantError},
+    quant::{self, BlockFormat, F16_MAX, Fit, Fitting, QuantError},
     recipe::{Precision, WeightFormat},
-    weights::{Checkpoint, WeightsError},
+    weights::{CalibrationError, Checkpoint, WeightsError},
 };
 
 /// Why a weight could not be put into a graph.
@@ -16,6 +16,12 @@ pub enum AuthorError {
     Weights(#[from] WeightsError),
     #[error("{tensor}: {source}")]
     Quant { tensor: String, source: QuantError },
+    #[error(transparent)]
+    Calibration(#[from] CalibrationError),
+    #[error(
+        "{weight}: fit = \"feedback\" needs statistics of its inputs; make them with `viaduct calibrate F32_BUNDLE -o FILE` and pass --calibration FILE"
+    )]
+    NoStatistics { weight: String },
 }
 
 /// A linear layer of the checkpoint: `weight` is [outputs, inputs], `bias` [outputs].
@@ -154,7 +160,9 @@ impl<'a> Author<'a> {
             scale: self.graph.dtype(x),
         };
         let names = ["codes", "scales", "zero_points"];
-        let parts = in_tensor(&weight.name, quant::quantized_initializers(weight.tensor, &format))?;
+        let fitting = self.fitting(&weight.name)?;
+        let parts = quant::quantized_initializers(weight.tensor, &format, fitting);
+        let parts = in_tensor(&weight.name, parts)?;
         let mut operands = vec![x];
         for (part, tensor) in names.iter().zip(parts) {
             operands.push(self.graph.constant(&format!("{}.{part}", weight.name), tensor));
@@ -167,6 +175,20 @@ impl<'a> Author<'a> {
             ("accuracy_level", Attribute::Int(self.precision.accuracy_level)),
         ];
         Ok(self.graph.contrib("MatMulNBits", &operands, &attributes))
+    }
+
+    /// How a weight is fitted, with the statistics of its inputs.
+    fn fitting(&self, weight: &str) -> Result<Fitting, AuthorError> {
+        Ok(match self.precision.fit {
+            Fit::Nearest => Fitting::Nearest,
+            Fit::Search => Fitting::Search(self.weights.inputs_of(weight)?),
+            Fit::Feedback => match self.weights.inputs_of(weight)? {
+                Some(gram) => Fitting::Feedback(gram),
+                // Plans are made without weights, too.
+                None if self.weights.is_described() => Fitting::Nearest,
+                None => return Err(AuthorError::NoStatistics { weight: weight.to_owned() }),
+            },
+        })
     }
 
     /// To the compute type. An f16 cast is clamped first: what passes 65504 must saturate, not become infinite.

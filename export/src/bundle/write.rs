@@ -1,9 +1,13 @@
 //! Export: checkpoint folder in, bundle folder out, whole or not at all.
 
 use std::{
-    fs, io,
+    fs,
+    io::{self, Read},
     path::{Path, PathBuf},
+    sync::Arc,
 };
+
+use sha2::{Digest, Sha256};
 
 use super::{
     Bundle, BundleError, FORMAT, MANIFEST, Manifest, Origin,
@@ -15,9 +19,11 @@ use crate::{
         ARCHITECTURES, ArchError, Architecture, Authored, Authoring, RawFile, Source,
         flux2::imported::contract::{ContractError, Role},
     },
+    files::hex,
     onnx::{ReadError, WriteError},
     passes::PassError,
     recipe::{Chosen, Recipe, RecipeError},
+    weights::{Calibration, CalibrationError},
 };
 
 #[derive(Debug, thiserror::Error)]
@@ -42,6 +48,8 @@ pub enum ExportError {
     NoName { path: PathBuf },
     #[error("the exported bundle cannot be read: {0}")]
     Unreadable(#[from] BundleError),
+    #[error(transparent)]
+    Calibration(#[from] CalibrationError),
     #[error(transparent)]
     Recipe(#[from] RecipeError),
     #[error(transparent)]
@@ -101,6 +109,8 @@ pub struct ExportRequest<'a> {
     pub out: &'a Path,
     pub recipe: Option<&'a str>,
     pub profile: &'a str,
+    /// Statistics of the inputs of the layers, as `viaduct calibrate` writes them.
+    pub calibration: Option<&'a Path>,
     /// Recipe values to change, by dotted key.
     pub set: &'a [(String, String)],
     /// Replace an existing bundle.
@@ -133,10 +143,12 @@ pub fn export(
     let profile = recipe.profile(request.profile)?;
     let target = Target { out: request.out, force: request.force };
     target.check(&[request.source])?;
+    let calibration = request.calibration.map(Calibration::open).transpose()?.map(Arc::new);
     let authoring = Authoring {
         source: Source::Checkpoint(request.source),
         recipe: &recipe,
         profile,
+        calibration: calibration.as_ref(),
         fault: request.fault,
     };
     let authored = (architecture.author)(&authoring)?;
@@ -159,6 +171,7 @@ pub fn export(
         writer: WRITER.to_owned(),
         source: origin_of(request.source, &recipe),
         profile: request.profile.to_owned(),
+        calibration: request.calibration.map(sha256_of).transpose()?,
         parameters: authored.parameters,
         stages,
         files: writer.files,
@@ -201,6 +214,19 @@ fn origin_of(source: &Path, recipe: &Recipe) -> Origin {
         repo: recipe.source.repo.clone(),
         revision: recipe.source.revision.clone(),
         license: recipe.source.license.clone(),
+    }
+}
+
+fn sha256_of(path: &Path) -> Result<String, ExportError> {
+    let io = |source| ExportError::Io { path: path.to_owned(), source };
+    let mut hash = Sha256::new();
+    let mut file = fs::File::open(path).map_err(io)?;
+    let mut part = vec![0; 1 << 20];
+    loop {
+        match file.read(&mut part).map_err(io)? {
+            0 => return Ok(hex(&hash.finalize())),
+            count => hash.update(&part[..count]),
+        }
     }
 }
 
