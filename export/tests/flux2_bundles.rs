@@ -44,6 +44,7 @@ fn exported(source: &Path, profile: &str, recipe: Option<&str>, set: &[(&str, &s
         recipe,
         profile,
         calibration: None,
+        target_bytes: None,
         set: &set,
         force: false,
         fault: None,

@@ -92,6 +92,7 @@ fn a_small_one_is_exported_by_the_recipe_of_the_large_one() {
         recipe: None,
         profile: "q4",
         calibration: None,
+        target_bytes: None,
         set: &[],
         force: false,
         fault: None,

@@ -11,6 +11,7 @@ use clap::Args;
 use viaduct_export::{
     arch::flux2::imported::contract::Role,
     bundle::{ExportEvent, ExportRequest, ExportSummary, ImportRequest, export, import},
+    bytes::ByteSize,
 };
 
 use super::{
@@ -61,6 +62,10 @@ pub struct Arguments {
     /// Statistics of the inputs of the layers, by which weights are fitted: a file that `viaduct calibrate` wrote
     #[arg(long, value_name = "FILE")]
     calibration: Option<PathBuf>,
+    /// Bytes that the bundle may have: weights get more bits than the profile gives them, those first that lose most. Needs
+    /// --calibration; the profile `auto` is made for it
+    #[arg(long, value_name = "SIZE", requires = "calibration")]
+    target_size: Option<ByteSize>,
     /// A shipped recipe's name or a .toml file
     #[arg(long)]
     recipe: Option<String>,
@@ -128,7 +133,18 @@ fn made(arguments: &Arguments, progress: &mut dyn FnMut(ExportEvent)) -> anyhow:
         }
         let profile = arguments.profile.as_deref().unwrap_or(DEFAULT_PROFILE);
         let calibration = arguments.calibration.as_deref();
-        let request = ExportRequest { source, out, recipe, profile, calibration, set, force, fault: None };
+        let target_bytes = arguments.target_size.map(|size| size.0);
+        let request = ExportRequest {
+            source,
+            out,
+            recipe,
+            profile,
+            calibration,
+            target_bytes,
+            set,
+            force,
+            fault: None,
+        };
         return Ok(export(&request, progress)?);
     }
     if arguments.calibration.is_some() {

@@ -139,6 +139,7 @@ impl Checkpoint {
             recipe: None,
             profile,
             calibration: None,
+            target_bytes: None,
             set: &self.set,
             force: false,
             fault: Some(fault),

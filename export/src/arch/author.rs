@@ -107,7 +107,7 @@ impl<'a> Author<'a> {
         let inputs = width + rest;
         let mut product = |x, columns: Range<usize>| {
             let mut part = self.matrix(weight, inputs, outputs)?;
-            part.name = format!("{weight}[:,{}:{}]", columns.start, columns.end);
+            part.name = format!("{weight}{PART}{}:{}]", columns.start, columns.end);
             part.tensor = in_tensor(weight, quant::slice(part.tensor, 1, columns))?;
             self.multiply(x, part)
         };
@@ -210,6 +210,14 @@ impl<'a> Author<'a> {
         let (low, high) = (self.graph.scalar(dtype, -F16_MAX), self.graph.scalar(dtype, F16_MAX));
         self.graph.op("Clip", &[x, low, high], &[])
     }
+}
+
+/// Between a weight's name and the columns that a part of it has.
+const PART: &str = "[:,";
+
+/// The weight of the checkpoint that a part belongs to, by the part's name.
+pub fn whole_weight(part: &str) -> &str {
+    part.split_once(PART).map_or(part, |(weight, _)| weight)
 }
 
 fn in_tensor<T>(tensor: &str, result: Result<T, QuantError>) -> Result<T, AuthorError> {

@@ -11,18 +11,21 @@ use sha2::{Digest, Sha256};
 
 use super::{
     Bundle, BundleError, FORMAT, MANIFEST, Manifest, Origin,
+    allocate::allocate,
     folder::{FolderWriter, MAX_COPIED_FILE, write_manifest},
     target::Target,
 };
 use crate::{
     arch::{
-        ARCHITECTURES, ArchError, Architecture, Authored, Authoring, RawFile, Source,
+        ARCHITECTURES, ArchError, Architecture, Authored, Authoring, RawFile, Source, StageGraph,
         flux2::imported::contract::{ContractError, Role},
     },
+    bytes::ByteSize,
     files::hex,
     onnx::{ReadError, WriteError},
     passes::PassError,
-    recipe::{Chosen, Recipe, RecipeError},
+    quant::QuantError,
+    recipe::{Chosen, Precision, Recipe, RecipeError},
     weights::{Calibration, CalibrationError},
 };
 
@@ -50,6 +53,10 @@ pub enum ExportError {
     Unreadable(#[from] BundleError),
     #[error(transparent)]
     Calibration(#[from] CalibrationError),
+    #[error("--target-size {}: with this profile the bundle takes at least {}", ByteSize(*target), ByteSize(*least))]
+    TargetTooSmall { target: u64, least: u64 },
+    #[error("{weight}: {source}")]
+    Sensitivity { weight: String, source: QuantError },
     #[error(transparent)]
     Recipe(#[from] RecipeError),
     #[error(transparent)]
@@ -111,6 +118,9 @@ pub struct ExportRequest<'a> {
     pub profile: &'a str,
     /// Statistics of the inputs of the layers, as `viaduct calibrate` writes them.
     pub calibration: Option<&'a Path>,
+    /// Bytes that the bundle may have: single weights get more bits than the profile gives them, as far as they fit.
+    /// Needs a calibration.
+    pub target_bytes: Option<u64>,
     /// Recipe values to change, by dotted key.
     pub set: &'a [(String, String)],
     /// Replace an existing bundle.
@@ -136,22 +146,31 @@ pub fn export(
     progress: &mut dyn FnMut(ExportEvent),
 ) -> Result<ExportSummary, ExportError> {
     let architecture = detect(request.source)?;
-    let Chosen { recipe, origin } =
+    let Chosen { mut recipe, origin } =
         Recipe::choose(request.recipe, request.source, architecture.default_recipe, request.set)?;
     progress(ExportEvent::Recipe { name: recipe.name.clone(), origin });
     check_family(&recipe, architecture)?;
-    let profile = recipe.profile(request.profile)?;
+    let mut profile = recipe.profile(request.profile)?.clone();
     let target = Target { out: request.out, force: request.force };
     target.check(&[request.source])?;
     let calibration = request.calibration.map(Calibration::open).transpose()?.map(Arc::new);
-    let authoring = Authoring {
-        source: Source::Checkpoint(request.source),
-        recipe: &recipe,
-        profile,
-        calibration: calibration.as_ref(),
-        fault: request.fault,
+    let authored = |profile: &Precision| {
+        (architecture.author)(&Authoring {
+            source: Source::Checkpoint(request.source),
+            recipe: &recipe,
+            profile,
+            calibration: calibration.as_ref(),
+            fault: request.fault,
+        })
     };
-    let authored = (architecture.author)(&authoring)?;
+    let mut stages = authored(&profile)?;
+    if let Some(target) = request.target_bytes {
+        let bytes = bundle_bytes(&stages, request.source)?;
+        profile = allocate(&profile, &stages.stages, bytes, target)?;
+        stages = authored(&profile)?;
+    }
+    let authored = stages;
+    recipe.profiles.insert(request.profile.to_owned(), profile);
     progress(ExportEvent::Total { bytes: authored_bytes(&authored) });
 
     let staging = target.staging_folder()?;
@@ -228,6 +247,30 @@ fn sha256_of(path: &Path) -> Result<String, ExportError> {
             count => hash.update(&part[..count]),
         }
     }
+}
+
+/// Bytes that the bundle will take: weights and copied files exactly, all that describes them with some to spare.
+fn bundle_bytes(authored: &Authored, source: &Path) -> Result<u64, ExportError> {
+    const MANIFEST_BYTES: u64 = 64 << 10;
+    const NODE_BYTES: u64 = 512;
+    // Between two weights in a file.
+    const PAGE: u64 = 4096;
+    let constants = |stage: &StageGraph| {
+        let values = stage.model.graph.values();
+        values
+            .filter(|(_, value)| value.constant.as_ref().is_some_and(|c| c.bytes.len() as u64 >= PAGE))
+            .count()
+    };
+    let weights: usize = authored.stages.iter().map(constants).sum();
+    let nodes: usize = authored.stages.iter().map(|stage| stage.model.graph.nodes().count()).sum();
+    let described = nodes as u64 * NODE_BYTES + weights as u64 * PAGE + MANIFEST_BYTES;
+    let copied = authored.copied_folders.iter().map(|folder| {
+        let path = source.join(folder);
+        let io = |source| ExportError::Io { path: path.clone(), source };
+        let sizes = fs::read_dir(&path).map_err(io)?.map(|entry| Ok(entry?.metadata()?.len()));
+        sizes.sum::<io::Result<u64>>().map_err(io)
+    });
+    Ok(authored_bytes(authored) + described + copied.sum::<Result<u64, ExportError>>()?)
 }
 
 fn authored_bytes(authored: &Authored) -> u64 {

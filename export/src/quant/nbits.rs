@@ -19,7 +19,7 @@
 //! `mid`. Only the spare codes of the byte in which an odd K ends differ from ONNX Runtime, which leaves an earlier
 //! code there.
 
-use std::{borrow::Cow, iter, sync::Arc};
+use std::{any::Any, borrow::Cow, iter, sync::Arc};
 
 use half::f16;
 use rayon::prelude::*;
@@ -203,6 +203,10 @@ pub struct QuantizeCompute {
 }
 
 impl Compute for QuantizeCompute {
+    fn as_any(&self) -> Option<&dyn Any> {
+        Some(self)
+    }
+
     fn release(&self) {
         self.weights.bytes.release();
         self.fitting.release();
