@@ -66,6 +66,9 @@ const LONGER: usize = 4;
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     arguments.device.check()?;
+    if arguments.out.extension().is_none_or(|extension| extension != "safetensors") {
+        return Err(UsageError(format!("-o {}: name a .safetensors file", arguments.out.display())).into());
+    }
     let bundle = Bundle::open(&arguments.bundle)?;
     let pictures = pictures(arguments, &Flux2::open(&bundle)?)?;
     let mut progress = Progress::new(arguments.progress.progress);

@@ -55,7 +55,7 @@ pub struct Arguments {
     /// Bundle folder to make
     #[arg(short, long, value_name = "BUNDLE")]
     out: PathBuf,
-    /// How weights are stored: f32, f16, q8 or q4, or a profile of your recipe; by default q8 for a checkpoint, and as they
+    /// How weights are stored: f32, f16, q8, q4, q4-fit, auto, or a profile of your recipe; by default q8 for a checkpoint, and as they
     /// are for graphs
     #[arg(long)]
     profile: Option<String>,

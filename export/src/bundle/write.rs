@@ -17,12 +17,12 @@ use super::{
 };
 use crate::{
     arch::{
-        ARCHITECTURES, ArchError, Architecture, Authored, Authoring, RawFile, Source, StageGraph,
+        ARCHITECTURES, ArchError, Architecture, Authored, Authoring, RawFile, Source,
         flux2::imported::contract::{ContractError, Role},
     },
     bytes::ByteSize,
     files::hex,
-    onnx::{ReadError, WriteError},
+    onnx::{ReadError, WriteError, written_bytes},
     passes::PassError,
     quant::QuantError,
     recipe::{Chosen, Precision, Recipe, RecipeError},
@@ -249,32 +249,29 @@ fn sha256_of(path: &Path) -> Result<String, ExportError> {
     }
 }
 
-/// Bytes that the bundle will take: weights and copied files exactly, all that describes them with some to spare.
+/// Bytes that the bundle will take, with some to spare for its manifest.
 fn bundle_bytes(authored: &Authored, source: &Path) -> Result<u64, ExportError> {
     const MANIFEST_BYTES: u64 = 64 << 10;
-    const NODE_BYTES: u64 = 512;
-    // Between two weights in a file.
-    const PAGE: u64 = 4096;
-    let constants = |stage: &StageGraph| {
-        let values = stage.model.graph.values();
-        values
-            .filter(|(_, value)| value.constant.as_ref().is_some_and(|c| c.bytes.len() as u64 >= PAGE))
-            .count()
-    };
-    let weights: usize = authored.stages.iter().map(constants).sum();
-    let nodes: usize = authored.stages.iter().map(|stage| stage.model.graph.nodes().count()).sum();
-    let described = nodes as u64 * NODE_BYTES + weights as u64 * PAGE + MANIFEST_BYTES;
+    let stages = authored.stages.iter().map(|stage| {
+        let failed = |source| ExportError::Write { stage: stage.name.clone(), source };
+        written_bytes(&stage.model).map_err(failed)
+    });
+    let stages = stages.sum::<Result<u64, ExportError>>()?;
+    let raw: u64 = authored.raw_files.iter().map(raw_bytes).sum();
     let copied = authored.copied_folders.iter().map(|folder| {
         let path = source.join(folder);
         let io = |source| ExportError::Io { path: path.clone(), source };
         let sizes = fs::read_dir(&path).map_err(io)?.map(|entry| Ok(entry?.metadata()?.len()));
         sizes.sum::<io::Result<u64>>().map_err(io)
     });
-    Ok(authored_bytes(authored) + described + copied.sum::<Result<u64, ExportError>>()?)
+    Ok(stages + raw + copied.sum::<Result<u64, ExportError>>()? + MANIFEST_BYTES)
+}
+
+fn raw_bytes(raw: &RawFile) -> u64 {
+    (raw.tensor.elements() * raw.dtype.size().unwrap_or(0)) as u64
 }
 
 fn authored_bytes(authored: &Authored) -> u64 {
-    let raw = |raw: &RawFile| (raw.tensor.elements() * raw.dtype.size().unwrap_or(0)) as u64;
     let weights: u64 = authored.stages.iter().map(|stage| stage.model.constant_bytes()).sum();
-    weights + authored.raw_files.iter().map(raw).sum::<u64>()
+    weights + authored.raw_files.iter().map(raw_bytes).sum::<u64>()
 }

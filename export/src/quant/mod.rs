@@ -20,7 +20,7 @@ pub use cast::cast;
 pub use error::QuantError;
 pub use finite::fits_blocks;
 pub use fit::{Fit, Fitting, Misfit, misfit};
-pub use gram::{Gram, WINDOW};
+pub use gram::{DAMPING, Gram, WINDOW};
 pub use layout::{select, slice, transpose};
 pub use nbits::{
     BlockFormat, QuantizeCompute, Quantized, dequantize, quantize, quantize_tensor, quantized_initializers,
