@@ -10,6 +10,7 @@ use viaduct_export::{
 use crate::{
     atomic_file::FileError,
     bench::BenchError,
+    calibrate::CalibrationError,
     pipeline::{dump::DumpError, flux2::Flux2Error, schedule::ScheduleError, size::SizeError},
     plan::{OverBudget, PlanError},
     runtime::{RuntimeError, Stopped},
@@ -37,13 +38,7 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     if error.is::<UsageError>() || error.is::<SizeError>() {
         return Some(USAGE);
     }
-    if let Some(
-        FileError::Exists(_)
-        | FileError::NotRegular(_)
-        | FileError::Foreign { .. }
-        | FileError::SourceInside(_),
-    ) = error.downcast_ref::<FileError>()
-    {
+    if let Some(USAGE) = error.downcast_ref::<FileError>().map(file_code) {
         return Some(USAGE);
     }
     if let Some(DumpError::NotEmpty { .. }) = error.downcast_ref::<DumpError>() {
@@ -83,10 +78,27 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
         Some(BenchError::Bundle(_)) => return Some(FAILED),
         None => {}
     }
+    match error.downcast_ref::<CalibrationError>() {
+        Some(CalibrationError::Pipeline(e)) => return Some(flux2_code(e)),
+        Some(CalibrationError::File(e)) => return Some(file_code(e)),
+        Some(CalibrationError::Quantised { .. } | CalibrationError::Imported) => return Some(USAGE),
+        Some(_) => return Some(FAILED),
+        None => {}
+    }
     match error.downcast_ref::<VerifyError>()? {
         VerifyError::Mismatch { .. } | VerifyError::Size(_) => Some(USAGE),
         VerifyError::Pipeline(e) => Some(flux2_code(e)),
         _ => None,
+    }
+}
+
+fn file_code(error: &FileError) -> u8 {
+    match error {
+        FileError::Exists(_)
+        | FileError::NotRegular(_)
+        | FileError::Foreign { .. }
+        | FileError::SourceInside(_) => USAGE,
+        _ => FAILED,
     }
 }
 
@@ -105,6 +117,7 @@ fn export_code(error: &ExportError) -> Option<u8> {
         ExportError::UnknownPart { .. } | ExportError::PartTwice { .. } | ExportError::NoPart { .. } => {
             Some(USAGE)
         }
+        ExportError::TargetTooSmall { .. } => Some(USAGE),
         ExportError::SourceInside { .. } | ExportError::Foreign { .. } => Some(USAGE),
         ExportError::NotAFolder { .. } | ExportError::FamilyMismatch { .. } => Some(USAGE),
         ExportError::Recipe(e) => recipe_code(e),
