@@ -19,6 +19,9 @@ use crate::{
 /// How much smaller the error is with 8 bits than with 4: the square of the number of steps.
 const EIGHT_BITS: f64 = (255.0 / 15.0) * (255.0 / 15.0);
 
+/// Between two weights in a file, at most.
+const PADDING: u64 = 4096;
+
 /// A weight that may get more bits.
 #[derive(Clone, Debug)]
 struct Candidate {
@@ -29,11 +32,11 @@ struct Candidate {
 }
 
 impl Candidate {
-    /// Bytes and error of the next choice beside those of this one.
+    /// Bytes that the next choice takes beside those of this one, and the error that it takes away.
     fn next(&self) -> Option<(u64, f64)> {
         let ((_, bytes, error), (_, more, less)) =
             (self.choices.get(self.chosen)?, self.choices.get(self.chosen + 1)?);
-        Some((more.saturating_sub(*bytes), error - less))
+        Some((more.saturating_sub(*bytes) + PADDING, error - less))
     }
 }
 
