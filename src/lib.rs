@@ -3,6 +3,7 @@
 pub mod atomic_file;
 pub mod bench;
 pub mod bisect;
+pub mod calibrate;
 pub mod cli;
 pub mod npy;
 pub mod pipeline;

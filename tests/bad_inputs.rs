@@ -219,7 +219,7 @@ fn configs_and_recipes() {
             1,
             &["rule '('"],
         ),
-        asked("profile", "--profile q5", &["unknown profile 'q5'", "f16, f32, q4, q8"]),
+        asked("profile", "--profile q5", &["unknown profile 'q5'", "f16, f32, q4, q4-fit, q8"]),
         asked("recipe", "--recipe sdxl", &["unknown recipe 'sdxl'", "flux2-klein"]),
         asked("key", "--set text_encoder.tabs=1", &["--set text_encoder.tabs", "taps"]),
         asked("section", "--set encoder.taps=1", &["--set encoder.taps", "text_encoder"]),

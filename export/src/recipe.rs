@@ -12,7 +12,7 @@ use std::{
 use regex::Regex;
 use serde::{Deserialize, Serialize};
 
-use crate::{files::read_limited, onnx::DType};
+use crate::{files::read_limited, onnx::DType, quant::Fit};
 
 /// The recipes that ship with the program.
 const RECIPES: &[(&str, &str)] = &[
@@ -135,6 +135,9 @@ pub struct Precision {
     /// MatMulNBits' attribute: 0 computes in the activations' type, 4 may use 8-bit integer products.
     #[serde(default)]
     pub accuracy_level: i64,
+    /// How the q formats choose scales and codes.
+    #[serde(default, skip_serializing_if = "Fit::is_nearest")]
+    pub fit: Fit,
     #[serde(default)]
     pub residual: Residual,
     #[serde(default)]
@@ -173,6 +176,8 @@ pub struct PrecisionChange {
     pub block: Option<usize>,
     pub symmetric: Option<bool>,
     pub accuracy_level: Option<i64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fit: Option<Fit>,
     pub residual: Option<Residual>,
     pub attention: Option<AttentionMath>,
     pub rules: Option<Vec<Rule>>,
@@ -210,6 +215,7 @@ impl Precision {
             block: change.block.unwrap_or(self.block),
             symmetric: change.symmetric.unwrap_or(self.symmetric),
             accuracy_level: change.accuracy_level.unwrap_or(self.accuracy_level),
+            fit: change.fit.unwrap_or(self.fit),
             residual: change.residual.unwrap_or(self.residual),
             attention: change.attention.unwrap_or(self.attention),
             rules: change.rules.clone().unwrap_or_else(|| self.rules.clone()),
@@ -408,10 +414,11 @@ fn with_base(mut table: toml::Table) -> Result<toml::Table, RecipeError> {
 fn state_defaults(table: &mut toml::Table) {
     let Some(toml::Value::Table(profiles)) = table.get_mut("profiles") else { return };
     for profile in profiles.iter_mut().filter_map(|(_, profile)| profile.as_table_mut()) {
-        let defaults: [(&str, toml::Value); 4] = [
+        let defaults: [(&str, toml::Value); 5] = [
             ("block", (default_block() as i64).into()),
             ("symmetric", default_true().into()),
             ("accuracy_level", 0.into()),
+            ("fit", "nearest".into()),
             ("residual", "f32".into()),
         ];
         for (key, value) in defaults {

@@ -38,7 +38,17 @@ fn exported(source: &Path, profile: &str, recipe: Option<&str>, set: &[(&str, &s
     let out = folder.path().join("bundle");
     let set: Vec<(String, String)> =
         set.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
-    let request = ExportRequest { source, out: &out, recipe, profile, set: &set, force: false, fault: None };
+    let request = ExportRequest {
+        source,
+        out: &out,
+        recipe,
+        profile,
+        calibration: None,
+        target_bytes: None,
+        set: &set,
+        force: false,
+        fault: None,
+    };
     export(&request, &mut |_| ()).unwrap();
     let bundle = Bundle::open(&out).unwrap();
     let stages = bundle.manifest.stages.iter();

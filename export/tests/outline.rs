@@ -141,8 +141,17 @@ fn configs_alone_give_the_exported_graphs() {
             let out = folder.path().join(profile);
             let (source, fault) = (checkpoint.as_path(), None);
             let recipe = recipe.to_str();
-            let request =
-                ExportRequest { source, out: &out, recipe, profile, set: &set, force: false, fault };
+            let request = ExportRequest {
+                source,
+                out: &out,
+                recipe,
+                profile,
+                calibration: None,
+                target_bytes: None,
+                set: &set,
+                force: false,
+                fault,
+            };
             export(&request, &mut |_| ()).unwrap();
             let bundle = Bundle::open(&out).unwrap();
             assert!(!bundle.manifest.recipe.sections.contains_key("configs"), "the checkpoint's own count");
@@ -375,6 +384,8 @@ fn configs_cannot_be_set_for_an_export() {
         out: &folder.path().join("bundle"),
         recipe: Some("flux2-klein-4b"),
         profile: "q8",
+        calibration: None,
+        target_bytes: None,
         set: &set,
         force: false,
         fault: None,

@@ -5,8 +5,8 @@ use proptest::prelude::*;
 use viaduct_export::{
     onnx::{Bytes, DType, Tensor},
     quant::{
-        BlockFormat, Quantized, cast, dequantize, pack, quantize, quantize_tensor, quantized_initializers,
-        transpose, unpack,
+        BlockFormat, Fitting, Quantized, cast, dequantize, pack, quantize, quantize_tensor,
+        quantized_initializers, transpose, unpack,
     },
 };
 
@@ -126,7 +126,7 @@ fn impossible_weights_and_formats_are_errors() {
 
     let integers = Tensor::from_i64(&[1, 1], &[1]);
     assert!(quantize_tensor(&integers, &Q4).unwrap_err().to_string().contains("I64"));
-    assert!(quantized_initializers(Tensor::from_f32(&[4], &[0.0; 4]), &Q4).is_err());
+    assert!(quantized_initializers(Tensor::from_f32(&[4], &[0.0; 4]), &Q4, Fitting::Nearest).is_err());
 }
 
 #[test]
@@ -134,7 +134,7 @@ fn initializers_are_lazy_and_as_long_as_they_say() {
     let values: Vec<f32> = (0..3 * 40).map(|i| (i % 11) as f32 - 4.0).collect();
     let weights = bf16_tensor(&[3, 40], &values);
     for format in [Q4, Q4_ZERO, Q8, BlockFormat { scale: DType::F16, ..Q4_ZERO }] {
-        let parts = quantized_initializers(weights.clone(), &format).unwrap();
+        let parts = quantized_initializers(weights.clone(), &format, Fitting::Nearest).unwrap();
         let direct = quantize(&values, 3, 40, &format).unwrap();
         let expected = [Some(direct.codes), Some(direct.scales), direct.zero_points];
         let expected: Vec<_> = expected.into_iter().flatten().collect();

@@ -91,6 +91,8 @@ fn a_small_one_is_exported_by_the_recipe_of_the_large_one() {
         out: &out,
         recipe: None,
         profile: "q4",
+        calibration: None,
+        target_bytes: None,
         set: &[],
         force: false,
         fault: None,

@@ -11,6 +11,7 @@ use crate::{
     atomic_file::FileError,
     bench::BenchError,
     bisect::{BisectError, Parted},
+    calibrate::CalibrationError,
     pipeline::{dump::DumpError, flux2::Flux2Error, schedule::ScheduleError, size::SizeError},
     plan::{OverBudget, PlanError},
     runtime::{RuntimeError, Stopped},
@@ -38,13 +39,7 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     if error.is::<UsageError>() || error.is::<SizeError>() {
         return Some(USAGE);
     }
-    if let Some(
-        FileError::Exists(_)
-        | FileError::NotRegular(_)
-        | FileError::Foreign { .. }
-        | FileError::SourceInside(_),
-    ) = error.downcast_ref::<FileError>()
-    {
+    if let Some(USAGE) = error.downcast_ref::<FileError>().map(file_code) {
         return Some(USAGE);
     }
     if let Some(DumpError::NotEmpty { .. }) = error.downcast_ref::<DumpError>() {
@@ -87,6 +82,13 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
         Some(BenchError::Bundle(_)) => return Some(FAILED),
         None => {}
     }
+    match error.downcast_ref::<CalibrationError>() {
+        Some(CalibrationError::Pipeline(e)) => return Some(flux2_code(e)),
+        Some(CalibrationError::File(e)) => return Some(file_code(e)),
+        Some(CalibrationError::Quantised { .. } | CalibrationError::Imported) => return Some(USAGE),
+        Some(_) => return Some(FAILED),
+        None => {}
+    }
     match error.downcast_ref::<VerifyError>()? {
         VerifyError::Mismatch { .. } | VerifyError::Size(_) => Some(USAGE),
         VerifyError::Pipeline(e) => Some(flux2_code(e)),
@@ -112,6 +114,16 @@ fn bisect_code(error: &BisectError) -> Option<u8> {
     }
 }
 
+fn file_code(error: &FileError) -> u8 {
+    match error {
+        FileError::Exists(_)
+        | FileError::NotRegular(_)
+        | FileError::Foreign { .. }
+        | FileError::SourceInside(_) => USAGE,
+        _ => FAILED,
+    }
+}
+
 fn sizes_code(error: &SizesError) -> u8 {
     match error {
         SizesError::Picture(_) | SizesError::Steps { .. } => USAGE,
@@ -127,6 +139,7 @@ fn export_code(error: &ExportError) -> Option<u8> {
         ExportError::UnknownPart { .. } | ExportError::PartTwice { .. } | ExportError::NoPart { .. } => {
             Some(USAGE)
         }
+        ExportError::TargetTooSmall { .. } => Some(USAGE),
         ExportError::SourceInside { .. } | ExportError::Foreign { .. } => Some(USAGE),
         ExportError::NotAFolder { .. } | ExportError::FamilyMismatch { .. } => Some(USAGE),
         ExportError::Recipe(e) => recipe_code(e),

@@ -11,6 +11,7 @@ use clap::Args;
 use viaduct_export::{
     arch::flux2::imported::contract::Role,
     bundle::{ExportEvent, ExportRequest, ExportSummary, ImportRequest, export, import},
+    bytes::ByteSize,
 };
 
 use super::{
@@ -54,10 +55,17 @@ pub struct Arguments {
     /// Bundle folder to make
     #[arg(short, long, value_name = "BUNDLE")]
     out: PathBuf,
-    /// How weights are stored: f32, f16, q8 or q4, or a profile of your recipe; by default q8 for a checkpoint, and as they
+    /// How weights are stored: f32, f16, q8, q4, q4-fit, auto, or a profile of your recipe; by default q8 for a checkpoint, and as they
     /// are for graphs
     #[arg(long)]
     profile: Option<String>,
+    /// Statistics of the inputs of the layers, by which weights are fitted: a file that `viaduct calibrate` wrote
+    #[arg(long, value_name = "FILE")]
+    calibration: Option<PathBuf>,
+    /// Bytes that the bundle may have: weights get more bits than the profile gives them, those first that lose most. Needs
+    /// --calibration; the profile `auto` is made for it
+    #[arg(long, value_name = "SIZE", requires = "calibration")]
+    target_size: Option<ByteSize>,
     /// A shipped recipe's name or a .toml file
     #[arg(long)]
     recipe: Option<String>,
@@ -124,8 +132,23 @@ fn made(arguments: &Arguments, progress: &mut dyn FnMut(ExportEvent)) -> anyhow:
             return usage("--tokenizer is for .onnx files; a checkpoint has its own");
         }
         let profile = arguments.profile.as_deref().unwrap_or(DEFAULT_PROFILE);
-        let request = ExportRequest { source, out, recipe, profile, set, force, fault: None };
+        let calibration = arguments.calibration.as_deref();
+        let target_bytes = arguments.target_size.map(|size| size.0);
+        let request = ExportRequest {
+            source,
+            out,
+            recipe,
+            profile,
+            calibration,
+            target_bytes,
+            set,
+            force,
+            fault: None,
+        };
         return Ok(export(&request, progress)?);
+    }
+    if arguments.calibration.is_some() {
+        return usage("--calibration is for checkpoints");
     }
     if graphs.len() < sources.len() {
         return usage("a checkpoint folder and .onnx files do not go together");

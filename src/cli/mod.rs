@@ -2,6 +2,7 @@
 
 mod bench;
 mod bisect;
+mod calibrate;
 mod doctor;
 mod exit;
 mod export;
@@ -50,6 +51,7 @@ impl Cli {
             Command::Generate(a) => (a.json, a.progress.progress),
             Command::Verify(a) => (a.json, a.progress.progress),
             Command::Rewrite(a) => (a.json, a.progress.progress),
+            Command::Calibrate(a) => (a.json, a.progress.progress),
             Command::Bench(a) => (a.json, a.progress.progress),
             Command::Bisect(a) => (a.json, a.progress.progress),
             Command::Report(a) => (a.json, ProgressStyle::Auto),
@@ -75,6 +77,7 @@ enum Command {
     Generate(generate::Arguments),
     Verify(verify::Arguments),
     Bisect(bisect::Arguments),
+    Calibrate(calibrate::Arguments),
     Bench(bench::Arguments),
     Report(report::Arguments),
     Rewrite(rewrite::Arguments),
@@ -199,7 +202,7 @@ pub fn misuse(error: &clap::Error) -> anyhow::Result<()> {
         return printer::print(&text);
     }
     if error.kind() == NoCommand {
-        let message = "no command; `viaduct export`, `generate`, `verify`, `bisect`, `bench`, `report`, `rewrite`, `inspect` and `doctor` take --help";
+        let message = "no command; `viaduct export`, `generate`, `verify`, `bisect`, `calibrate`, `bench`, `report`, `rewrite`, `inspect` and `doctor` take --help";
         return Err(UsageError(message.to_owned()).into());
     }
     let message = text.split("\n\nUsage:").next().unwrap_or(&text);
@@ -215,6 +218,7 @@ pub fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Generate(arguments) => generate::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),
         Command::Bisect(arguments) => bisect::run(&arguments),
+        Command::Calibrate(arguments) => calibrate::run(&arguments),
         Command::Bench(arguments) => bench::run(&arguments),
         Command::Report(arguments) => report::run(&arguments),
         Command::Rewrite(arguments) => rewrite::run(&arguments),

@@ -12,7 +12,8 @@ use super::{Runtime, RuntimeError, Settings, Stage, lower::lower, stage::CpuNode
 pub struct Binding<'a> {
     /// Sizes of named dimensions, those of other graphs among them; one that is missing stays open.
     pub sizes: &'a Sizes,
-    /// Values inside the graph that become outputs: those whose name begins with one of these.
+    /// Values inside the graph that become outputs: those of one of these names, and those whose name begins with one
+    /// that ends with `_`.
     pub exposed: &'a [&'a str],
     pub settings: Settings,
     /// Bytes that the plan predicts for the stage's process, for whoever watches it.
@@ -63,7 +64,10 @@ impl Runtime {
         })?;
         let graph = &model.graph;
         self.check_f16(name, graph)?;
-        let exposed = |name: &str| binding.exposed.iter().any(|prefix| name.starts_with(prefix));
+        let fits = |name: &str, exposed: &str| {
+            name == exposed || (exposed.ends_with('_') && name.starts_with(exposed))
+        };
+        let exposed = |name: &str| binding.exposed.iter().any(|exposed| fits(name, exposed));
         let inner = graph.values().filter(|(id, value)| exposed(&value.name) && !graph.inputs.contains(id));
         let inner: Vec<String> = inner.map(|(_, value)| value.name.clone()).collect();
         let exposed: Vec<&str> = inner.iter().map(String::as_str).collect();

@@ -33,6 +33,9 @@ pub struct Row {
     pub value: f64,
     pub bar: f64,
     pub outcome: Outcome,
+    /// 1 - cos of the angle to the reference, of a tensor that a graph computes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cosine_error: Option<f64>,
     /// Elements, or what else is worth saying.
     pub detail: String,
 }
@@ -97,7 +100,15 @@ impl<'a> Comparer<'a> {
         let outcome = if db >= bar { Outcome::Passed } else { Outcome::Missed };
         // An exact picture has no finite PSNR, and JSON has no infinity.
         let value = db.clamp(-999.0, 999.0);
-        self.rows.push(Row { name: "image_01".to_owned(), measure: "psnr", value, bar, outcome, detail });
+        self.rows.push(Row {
+            name: "image_01".to_owned(),
+            measure: "psnr",
+            value,
+            bar,
+            outcome,
+            cosine_error: None,
+            detail,
+        });
         Ok(())
     }
 
@@ -128,6 +139,9 @@ impl<'a> Comparer<'a> {
     fn relative(&mut self, name: &str, tensor: &HostTensor, reference: &HostTensor) {
         let value = largest_difference(tensor, reference) / largest(&reference.to_f32());
         self.push(name, "relative", value, self.bar(name), format!("{:?}", reference.shape));
+        if let Some(row) = self.rows.last_mut() {
+            row.cosine_error = cosine_error(&tensor.to_f32(), &reference.to_f32());
+        }
     }
 
     /// Text rows one by one, each against its own largest value, real and padding rows apart: padding rows are seen by
@@ -138,13 +152,21 @@ impl<'a> Comparer<'a> {
         }
         let (a, b) = (tensor.to_f32(), reference.to_f32());
         let width = b.len() / self.padding.len();
-        let errors: Vec<f64> =
-            a.chunks_exact(width).zip(b.chunks_exact(width)).map(|(a, b)| worst(a, b) / largest(b)).collect();
+        let rows = a.chunks_exact(width).zip(b.chunks_exact(width));
+        let errors: Vec<f64> = rows.map(|(a, b)| worst(a, b) / largest(b)).collect();
         for (class, wanted) in [("real rows", false), ("padding rows", true)] {
             let rows = errors.iter().zip(&self.padding).filter(|(_, padding)| **padding == wanted);
             let Some(worst) = rows.clone().map(|(error, _)| *error).reduce(nan_max) else { continue };
             let detail = format!("the worst of {} rows", rows.count());
+            let of_class = |values: &[f32]| -> Vec<f32> {
+                let rows = values.chunks_exact(width).zip(&self.padding);
+                rows.filter(|(_, padding)| **padding == wanted).flat_map(|(row, _)| row).copied().collect()
+            };
+            let cosine_error = cosine_error(&of_class(&a), &of_class(&b));
             self.push(&format!("{name} ({class})"), "relative", worst, self.bar(name), detail);
+            if let Some(row) = self.rows.last_mut() {
+                row.cosine_error = cosine_error;
+            }
         }
     }
 
@@ -156,7 +178,8 @@ impl<'a> Comparer<'a> {
     fn push(&mut self, name: &str, measure: &'static str, value: f64, bar: f64, detail: String) {
         // Written so that NaN misses.
         let outcome = if value <= bar { Outcome::Passed } else { Outcome::Missed };
-        self.rows.push(Row { name: name.to_owned(), measure, value, bar, outcome, detail });
+        let name = name.to_owned();
+        self.rows.push(Row { name, measure, value, bar, outcome, cosine_error: None, detail });
     }
 }
 
@@ -216,6 +239,13 @@ fn largest_difference(a: &HostTensor, b: &HostTensor) -> f64 {
         return f64::INFINITY;
     }
     worst(&a.to_f32(), &b.to_f32())
+}
+
+/// `None` for shapes that do not belong together, and where a side is zero.
+fn cosine_error(a: &[f32], b: &[f32]) -> Option<f64> {
+    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+    let lengths = (dot(a, a) * dot(b, b)).sqrt();
+    (a.len() == b.len() && lengths > 0.0).then(|| 1.0 - dot(a, b) / lengths)
 }
 
 fn worst(a: &[f32], b: &[f32]) -> f64 {

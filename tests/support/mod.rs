@@ -138,6 +138,8 @@ impl Checkpoint {
             out: &bundle.path(),
             recipe: None,
             profile,
+            calibration: None,
+            target_bytes: None,
             set: &self.set,
             force: false,
             fault: Some(fault),

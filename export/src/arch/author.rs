@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use crate::{
     onnx::{Attribute, Builder, DType, Model, Tensor, ValueId},
-    quant::{self, BlockFormat, F16_MAX, QuantError},
+    quant::{self, BlockFormat, F16_MAX, Fit, Fitting, QuantError},
     recipe::{Precision, WeightFormat},
-    weights::{Checkpoint, WeightsError},
+    weights::{CalibrationError, Checkpoint, WeightsError},
 };
 
 /// Why a weight could not be put into a graph.
@@ -16,6 +16,12 @@ pub enum AuthorError {
     Weights(#[from] WeightsError),
     #[error("{tensor}: {source}")]
     Quant { tensor: String, source: QuantError },
+    #[error(transparent)]
+    Calibration(#[from] CalibrationError),
+    #[error(
+        "{weight}: fit = \"feedback\" needs statistics of its inputs; make them with `viaduct calibrate F32_BUNDLE -o FILE` and pass --calibration FILE"
+    )]
+    NoStatistics { weight: String },
 }
 
 /// A linear layer of the checkpoint: `weight` is [outputs, inputs], `bias` [outputs].
@@ -101,7 +107,7 @@ impl<'a> Author<'a> {
         let inputs = width + rest;
         let mut product = |x, columns: Range<usize>| {
             let mut part = self.matrix(weight, inputs, outputs)?;
-            part.name = format!("{weight}[:,{}:{}]", columns.start, columns.end);
+            part.name = format!("{weight}{PART}{}:{}]", columns.start, columns.end);
             part.tensor = in_tensor(weight, quant::slice(part.tensor, 1, columns))?;
             self.multiply(x, part)
         };
@@ -154,7 +160,9 @@ impl<'a> Author<'a> {
             scale: self.graph.dtype(x),
         };
         let names = ["codes", "scales", "zero_points"];
-        let parts = in_tensor(&weight.name, quant::quantized_initializers(weight.tensor, &format))?;
+        let fitting = self.fitting(&weight.name)?;
+        let parts = quant::quantized_initializers(weight.tensor, &format, fitting);
+        let parts = in_tensor(&weight.name, parts)?;
         let mut operands = vec![x];
         for (part, tensor) in names.iter().zip(parts) {
             operands.push(self.graph.constant(&format!("{}.{part}", weight.name), tensor));
@@ -167,6 +175,20 @@ impl<'a> Author<'a> {
             ("accuracy_level", Attribute::Int(self.precision.accuracy_level)),
         ];
         Ok(self.graph.contrib("MatMulNBits", &operands, &attributes))
+    }
+
+    /// How a weight is fitted, with the statistics of its inputs.
+    fn fitting(&self, weight: &str) -> Result<Fitting, AuthorError> {
+        Ok(match self.precision.fit {
+            Fit::Nearest => Fitting::Nearest,
+            Fit::Search => Fitting::Search(self.weights.inputs_of(weight)?),
+            Fit::Feedback => match self.weights.inputs_of(weight)? {
+                Some(gram) => Fitting::Feedback(gram),
+                // Plans are made without weights, too.
+                None if self.weights.is_described() => Fitting::Nearest,
+                None => return Err(AuthorError::NoStatistics { weight: weight.to_owned() }),
+            },
+        })
     }
 
     /// To the compute type. An f16 cast is clamped first: what passes 65504 must saturate, not become infinite.
@@ -188,6 +210,14 @@ impl<'a> Author<'a> {
         let (low, high) = (self.graph.scalar(dtype, -F16_MAX), self.graph.scalar(dtype, F16_MAX));
         self.graph.op("Clip", &[x, low, high], &[])
     }
+}
+
+/// Between a weight's name and the columns that a part of it has.
+const PART: &str = "[:,";
+
+/// The weight of the checkpoint that a part belongs to, by the part's name.
+pub fn whole_weight(part: &str) -> &str {
+    part.split_once(PART).map_or(part, |(weight, _)| weight)
 }
 
 fn in_tensor<T>(tensor: &str, result: Result<T, QuantError>) -> Result<T, AuthorError> {

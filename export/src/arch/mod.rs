@@ -6,14 +6,14 @@ pub mod author;
 pub mod blocks;
 pub mod flux2;
 
-use std::path::Path;
+use std::{path::Path, sync::Arc};
 
 use crate::{
     onnx::{DType, Model, Tensor},
     picture::SizeError,
     recipe::{Precision, Recipe},
     shapes::Sizes,
-    weights::{Checkpoint, WeightsError},
+    weights::{Calibration, Checkpoint, WeightsError},
 };
 
 /// Where dimensions and weights come from.
@@ -42,8 +42,17 @@ pub struct Authoring<'a> {
     pub source: Source<'a>,
     pub recipe: &'a Recipe,
     pub profile: &'a Precision,
+    /// What is known of the inputs of the layers.
+    pub calibration: Option<&'a Arc<Calibration>>,
     /// A planted fault, for tests of `verify`.
     pub fault: Option<&'a str>,
+}
+
+impl Authoring<'_> {
+    /// The weights of a component, with what is known of their inputs.
+    pub fn weights(&self, component: &str) -> Result<Checkpoint, WeightsError> {
+        Ok(self.source.weights(component)?.calibrated(self.calibration.cloned()))
+    }
 }
 
 /// One graph of a bundle.

@@ -100,6 +100,7 @@ pub fn import(
         writer: WRITER.to_owned(),
         source: Origin { checkpoint: file_names(request.graphs), ..Origin::default() },
         profile,
+        calibration: None,
         parameters: serde_json::to_value(&parameters).unwrap_or_default(),
         stages,
         files: writer.files,

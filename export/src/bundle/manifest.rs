@@ -21,6 +21,9 @@ pub struct Manifest {
     pub writer: String,
     pub source: Origin,
     pub profile: String,
+    /// SHA-256 of the statistics that weights were fitted with.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub calibration: Option<String>,
     /// The recipe as resolved for this export, gates included.
     pub recipe: Recipe,
     /// What the family's pipeline needs to know.

@@ -1,5 +1,6 @@
 //! Bundles: a folder with `bundle.json`, one graph per stage, weight files, and the tokenizer.
 
+mod allocate;
 mod folder;
 mod gains;
 mod import;

@@ -92,7 +92,7 @@ fn authoring<'a>(
     folder: Option<&'a Path>,
 ) -> Result<Authoring<'a>, ExportError> {
     let source = folder.map_or(Source::Recipe, Source::ConfigFiles);
-    Ok(Authoring { source, recipe, profile: recipe.profile(profile)?, fault: None })
+    Ok(Authoring { source, recipe, profile: recipe.profile(profile)?, calibration: None, fault: None })
 }
 
 fn family_of(recipe: &Recipe) -> Result<&'static Architecture, ExportError> {

@@ -1,12 +1,17 @@
 //! Export: checkpoint folder in, bundle folder out, whole or not at all.
 
 use std::{
-    fs, io,
+    fs,
+    io::{self, Read},
     path::{Path, PathBuf},
+    sync::Arc,
 };
+
+use sha2::{Digest, Sha256};
 
 use super::{
     Bundle, BundleError, FORMAT, MANIFEST, Manifest, Origin,
+    allocate::allocate,
     folder::{FolderWriter, MAX_COPIED_FILE, write_manifest},
     target::Target,
 };
@@ -15,9 +20,13 @@ use crate::{
         ARCHITECTURES, ArchError, Architecture, Authored, Authoring, RawFile, Source,
         flux2::imported::contract::{ContractError, Role},
     },
-    onnx::{ReadError, WriteError},
+    bytes::ByteSize,
+    files::hex,
+    onnx::{ReadError, WriteError, written_bytes},
     passes::PassError,
-    recipe::{Chosen, Recipe, RecipeError},
+    quant::QuantError,
+    recipe::{Chosen, Precision, Recipe, RecipeError},
+    weights::{Calibration, CalibrationError},
 };
 
 #[derive(Debug, thiserror::Error)]
@@ -42,6 +51,12 @@ pub enum ExportError {
     NoName { path: PathBuf },
     #[error("the exported bundle cannot be read: {0}")]
     Unreadable(#[from] BundleError),
+    #[error(transparent)]
+    Calibration(#[from] CalibrationError),
+    #[error("--target-size {}: with this profile the bundle takes at least {}", ByteSize(*target), ByteSize(*least))]
+    TargetTooSmall { target: u64, least: u64 },
+    #[error("{weight}: {source}")]
+    Sensitivity { weight: String, source: QuantError },
     #[error(transparent)]
     Recipe(#[from] RecipeError),
     #[error(transparent)]
@@ -101,6 +116,11 @@ pub struct ExportRequest<'a> {
     pub out: &'a Path,
     pub recipe: Option<&'a str>,
     pub profile: &'a str,
+    /// Statistics of the inputs of the layers, as `viaduct calibrate` writes them.
+    pub calibration: Option<&'a Path>,
+    /// Bytes that the bundle may have: single weights get more bits than the profile gives them, as far as they fit.
+    /// Needs a calibration.
+    pub target_bytes: Option<u64>,
     /// Recipe values to change, by dotted key.
     pub set: &'a [(String, String)],
     /// Replace an existing bundle.
@@ -126,20 +146,31 @@ pub fn export(
     progress: &mut dyn FnMut(ExportEvent),
 ) -> Result<ExportSummary, ExportError> {
     let architecture = detect(request.source)?;
-    let Chosen { recipe, origin } =
+    let Chosen { mut recipe, origin } =
         Recipe::choose(request.recipe, request.source, architecture.default_recipe, request.set)?;
     progress(ExportEvent::Recipe { name: recipe.name.clone(), origin });
     check_family(&recipe, architecture)?;
-    let profile = recipe.profile(request.profile)?;
+    let mut profile = recipe.profile(request.profile)?.clone();
     let target = Target { out: request.out, force: request.force };
     target.check(&[request.source])?;
-    let authoring = Authoring {
-        source: Source::Checkpoint(request.source),
-        recipe: &recipe,
-        profile,
-        fault: request.fault,
+    let calibration = request.calibration.map(Calibration::open).transpose()?.map(Arc::new);
+    let authored = |profile: &Precision| {
+        (architecture.author)(&Authoring {
+            source: Source::Checkpoint(request.source),
+            recipe: &recipe,
+            profile,
+            calibration: calibration.as_ref(),
+            fault: request.fault,
+        })
     };
-    let authored = (architecture.author)(&authoring)?;
+    let mut stages = authored(&profile)?;
+    if let Some(target) = request.target_bytes {
+        let bytes = bundle_bytes(&stages, request.source)?;
+        profile = allocate(&profile, &stages.stages, bytes, target)?;
+        stages = authored(&profile)?;
+    }
+    let authored = stages;
+    recipe.profiles.insert(request.profile.to_owned(), profile);
     progress(ExportEvent::Total { bytes: authored_bytes(&authored) });
 
     let staging = target.staging_folder()?;
@@ -159,6 +190,7 @@ pub fn export(
         writer: WRITER.to_owned(),
         source: origin_of(request.source, &recipe),
         profile: request.profile.to_owned(),
+        calibration: request.calibration.map(sha256_of).transpose()?,
         parameters: authored.parameters,
         stages,
         files: writer.files,
@@ -204,8 +236,42 @@ fn origin_of(source: &Path, recipe: &Recipe) -> Origin {
     }
 }
 
+fn sha256_of(path: &Path) -> Result<String, ExportError> {
+    let io = |source| ExportError::Io { path: path.to_owned(), source };
+    let mut hash = Sha256::new();
+    let mut file = fs::File::open(path).map_err(io)?;
+    let mut part = vec![0; 1 << 20];
+    loop {
+        match file.read(&mut part).map_err(io)? {
+            0 => return Ok(hex(&hash.finalize())),
+            count => hash.update(&part[..count]),
+        }
+    }
+}
+
+/// Bytes that the bundle will take, with some to spare for its manifest.
+fn bundle_bytes(authored: &Authored, source: &Path) -> Result<u64, ExportError> {
+    const MANIFEST_BYTES: u64 = 64 << 10;
+    let stages = authored.stages.iter().map(|stage| {
+        let failed = |source| ExportError::Write { stage: stage.name.clone(), source };
+        written_bytes(&stage.model).map_err(failed)
+    });
+    let stages = stages.sum::<Result<u64, ExportError>>()?;
+    let raw: u64 = authored.raw_files.iter().map(raw_bytes).sum();
+    let copied = authored.copied_folders.iter().map(|folder| {
+        let path = source.join(folder);
+        let io = |source| ExportError::Io { path: path.clone(), source };
+        let sizes = fs::read_dir(&path).map_err(io)?.map(|entry| Ok(entry?.metadata()?.len()));
+        sizes.sum::<io::Result<u64>>().map_err(io)
+    });
+    Ok(stages + raw + copied.sum::<Result<u64, ExportError>>()? + MANIFEST_BYTES)
+}
+
+fn raw_bytes(raw: &RawFile) -> u64 {
+    (raw.tensor.elements() * raw.dtype.size().unwrap_or(0)) as u64
+}
+
 fn authored_bytes(authored: &Authored) -> u64 {
-    let raw = |raw: &RawFile| (raw.tensor.elements() * raw.dtype.size().unwrap_or(0)) as u64;
     let weights: u64 = authored.stages.iter().map(|stage| stage.model.constant_bytes()).sum();
-    weights + authored.raw_files.iter().map(raw).sum::<u64>()
+    weights + authored.raw_files.iter().map(raw_bytes).sum::<u64>()
 }

@@ -26,5 +26,5 @@ pub use tensor::{Bytes, Compute, ComputeError, DType, MappedFile, Tensor};
 pub use validate::GraphError;
 pub use write::{
     FileSummary, WriteError, WriteOptions, WriteSummary, data_files, model_bytes, write_model,
-    write_model_with,
+    write_model_with, written_bytes,
 };

@@ -107,12 +107,16 @@ impl Shards {
         shard.is_some_and(|shard| name == Shards::name(stem, shard))
     }
 
+    /// Where a tensor of `len` bytes begins in a file of so many bytes.
+    pub fn aligned(bytes: u64, len: u64) -> u64 {
+        bytes.next_multiple_of(if len >= PAGED_FROM { PAGE } else { CACHE_LINE })
+    }
+
     /// Makes room for a tensor: the last file, padded to the tensor's alignment, or a new one. A tensor that is
     /// larger than a shard may be gets one to itself.
     pub fn begin(&mut self, len: u64) -> Result<Place, WriteError> {
-        let align = if len >= PAGED_FROM { PAGE } else { CACHE_LINE };
         if let Some(file) = self.files.last_mut() {
-            let offset = file.bytes.next_multiple_of(align);
+            let offset = Shards::aligned(file.bytes, len);
             if offset.saturating_add(len) <= self.limit {
                 let padding = (offset - file.bytes) as usize;
                 file.write(&[0; PAGE as usize][..padding])?;

@@ -1,6 +1,7 @@
 //! Tensors whose bytes may not be in memory: inline, a range of a mapped file, computed when they are written, or absent.
 
 use std::{
+    any::Any,
     borrow::Cow,
     fmt, fs, io,
     ops::Range,
@@ -116,6 +117,11 @@ pub trait Compute: Send + Sync {
     /// Gives back the mapped pages that the computation has read, so that a pass over a checkpoint that is larger than
     /// memory stays small.
     fn release(&self) {}
+
+    /// The computation itself, for whoever looks for one kind of them.
+    fn as_any(&self) -> Option<&dyn Any> {
+        None
+    }
 
     /// Bytes that the computation reads, where it is known to be cheap otherwise.
     fn reads(&self) -> Option<usize> {

@@ -1,7 +1,7 @@
 //! Writes models: the graph as a small protobuf file, the weights streamed into data files beside it.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     fs, io,
     ops::Range,
     path::{Path, PathBuf},
@@ -154,6 +154,13 @@ pub fn model_bytes(model: &Model) -> Result<Vec<u8>, WriteError> {
     model.graph.validate()?;
     let mut in_place = InPlace { folder: model.folder.as_deref(), group: Group::default() };
     encoded(encode::model(model, &mut in_place)?)
+}
+
+/// Bytes of all files that [`write_model`] would write, to within the padding between two tensors. Nothing is computed.
+pub fn written_bytes(model: &Model) -> Result<u64, WriteError> {
+    let mut counted = Counted::default();
+    let graph = encode::model(model, &mut counted)?.encoded_len() as u64;
+    Ok(graph + counted.inline + counted.data)
 }
 
 /// Data files beside `path` that a model written there would replace, or leave without one that refers to them.
@@ -365,6 +372,31 @@ impl Store for Placed<'_> {
         }
         let bytes = self.inline.remove(&key).unwrap_or_default();
         inline(proto, tensor, bytes, label)
+    }
+}
+
+/// Counts what [`write_model`] would store.
+#[derive(Default)]
+struct Counted {
+    inline: u64,
+    data: u64,
+    /// Of which the bytes are counted.
+    seen: HashSet<(usize, usize, usize)>,
+}
+
+impl Store for Counted {
+    fn store(&mut self, tensor: &Tensor, label: &str, proto: &mut TensorProto) -> Result<(), WriteError> {
+        check(tensor, label)?;
+        let length = tensor.bytes.len();
+        if length < WriteOptions::default().inline_below || tensor.dtype == DType::STRING {
+            self.inline += length as u64;
+            return Ok(());
+        }
+        refer(proto, Shards::name("transformer", 0), self.data, length);
+        if identity(&tensor.bytes).is_none_or(|bytes| self.seen.insert(bytes)) {
+            self.data = Shards::aligned(self.data, length as u64) + length as u64;
+        }
+        Ok(())
     }
 }
 

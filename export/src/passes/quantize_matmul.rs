@@ -15,7 +15,7 @@ use std::collections::HashMap;
 use super::{Linears, Outcome, Pass, PassError, Replacement, View};
 use crate::{
     onnx::{Attribute, DType, Model, Node, NodeId, Tensor, ValueId},
-    quant::{self, BlockFormat, QuantError},
+    quant::{self, BlockFormat, Fitting, QuantError},
 };
 
 pub const Q8: Pass = Pass {
@@ -76,7 +76,8 @@ fn run(model: &mut Model, linears: &Linears, bits: u8) -> Result<Outcome, PassEr
             Some(parts) => parts.clone(),
             None => {
                 let tensor = if product.weight.turned { quant::transpose(tensor) } else { Ok(tensor) };
-                let tensors = tensor.and_then(|tensor| quant::quantized_initializers(tensor, &format));
+                let tensors = tensor
+                    .and_then(|tensor| quant::quantized_initializers(tensor, &format, Fitting::Nearest));
                 let tensors = tensors.map_err(|source| failed(&name, source))?;
                 let names = ["codes", "scales", "zero_points"].iter().zip(tensors);
                 names.map(|(part, tensor)| new.named_constant(&format!("{name}.{part}"), tensor)).collect()

@@ -33,6 +33,12 @@ pub enum QuantError {
     #[error("element {index} is {value:e}, which f16 cannot hold (largest 65504)")]
     CastOverflow { index: usize, value: f32 },
 
+    #[error("statistics of its inputs: {0}")]
+    Statistics(&'static str),
+
+    #[error("statistics of {found} inputs; the layer has {expected}")]
+    Inputs { expected: usize, found: usize },
+
     #[error("source weights: {0}")]
     Source(#[source] ComputeError),
 }

@@ -10,6 +10,8 @@ mod cast;
 mod convert;
 mod error;
 mod finite;
+mod fit;
+mod gram;
 mod layout;
 mod nbits;
 mod pack;
@@ -17,6 +19,8 @@ mod pack;
 pub use cast::cast;
 pub use error::QuantError;
 pub use finite::fits_blocks;
+pub use fit::{Fit, Fitting, Misfit, misfit};
+pub use gram::{DAMPING, Gram, WINDOW};
 pub use layout::{select, slice, transpose};
 pub use nbits::{
     BlockFormat, QuantizeCompute, Quantized, dequantize, quantize, quantize_tensor, quantized_initializers,

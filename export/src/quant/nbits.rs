@@ -19,13 +19,13 @@
 //! `mid`. Only the spare codes of the byte in which an odd K ends differ from ONNX Runtime, which leaves an earlier
 //! code there.
 
-use std::{iter, sync::Arc};
+use std::{any::Any, borrow::Cow, iter, sync::Arc};
 
 use half::f16;
 use rayon::prelude::*;
 
 use super::{
-    QuantError,
+    Fitting, QuantError,
     convert::{float_matrix, widen_into},
     pack::{pack, unpack},
 };
@@ -38,10 +38,10 @@ use crate::onnx::{
 const TASK: usize = 1 << 17;
 
 /// Largest block.
-const MAX_BLOCK: usize = 256;
+pub(super) const MAX_BLOCK: usize = 256;
 
 /// 2^23: a small non-negative f32 added to it is rounded to an integer, halves to even, which its lowest bits hold.
-const INTEGERS: f32 = 8_388_608.0;
+pub(super) const INTEGERS: f32 = 8_388_608.0;
 
 /// How a matrix is quantised. Field by field the attributes of `MatMulNBits`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -120,29 +120,29 @@ impl BlockFormat {
         self.codes_len(n, k) + self.scales_len(n, k) + self.zero_points_len(n, k)
     }
 
-    fn per_byte(&self) -> usize {
+    pub(super) fn per_byte(&self) -> usize {
         8 / usize::from(self.bits)
     }
 
-    fn block_bytes(&self) -> usize {
+    pub(super) fn block_bytes(&self) -> usize {
         self.block / self.per_byte()
     }
 
-    fn row_bytes(&self, k: usize) -> usize {
+    pub(super) fn row_bytes(&self, k: usize) -> usize {
         self.blocks(k) * self.block_bytes()
     }
 
-    fn scale_bytes(&self) -> usize {
+    pub(super) fn scale_bytes(&self) -> usize {
         if self.scale == DType::F16 { 2 } else { 4 }
     }
 
     /// Largest code.
-    fn max(&self) -> u8 {
+    pub(super) fn max(&self) -> u8 {
         u8::MAX >> (8 - self.bits)
     }
 
     /// Zero point of symmetric formats.
-    fn mid(&self) -> u8 {
+    pub(super) fn mid(&self) -> u8 {
         1 << (self.bits - 1)
     }
 }
@@ -155,14 +155,22 @@ pub fn quantize(weights: &[f32], n: usize, k: usize, format: &BlockFormat) -> Re
 
 /// Quantises an f32, f16 or bf16 matrix `[N, K]`; only one row per thread is ever widened.
 pub fn quantize_tensor(weights: &Tensor, format: &BlockFormat) -> Result<Quantized, QuantError> {
+    let ([n, k], bytes) = read_matrix(weights)?;
+    quantize_rows(n, k, format, |row, out| widen_row(weights.dtype, &bytes, row, out))
+}
+
+/// A float matrix's `[N, K]` and bytes.
+pub(super) fn read_matrix(weights: &Tensor) -> Result<([usize; 2], Cow<'_, [u8]>), QuantError> {
     let (n, k) = float_matrix(weights)?;
     let bytes = weights.bytes.read().map_err(QuantError::Source)?;
-    let size = weights.dtype.size().unwrap_or(0);
-    check_len(bytes.len(), n * k * size)?;
-    let row_bytes = k * size;
-    quantize_rows(n, k, format, |row, out| {
-        widen_into(weights.dtype, &bytes[row * row_bytes..][..row_bytes], out);
-    })
+    check_len(bytes.len(), n * k * weights.dtype.size().unwrap_or(0))?;
+    Ok(([n, k], bytes))
+}
+
+/// A row of a float matrix, which is as long as `out`.
+pub(super) fn widen_row(dtype: DType, bytes: &[u8], row: usize, out: &mut [f32]) {
+    let row_bytes = out.len() * dtype.size().unwrap_or(0);
+    widen_into(dtype, &bytes[row * row_bytes..][..row_bytes], out);
 }
 
 /// The values that `quantized` stands for, `[n, k]` row by row; lengths must be those of the format.
@@ -191,15 +199,22 @@ pub struct QuantizeCompute {
     /// Floats, `[N, K]`.
     pub weights: Tensor,
     pub format: BlockFormat,
+    pub fitting: Fitting,
 }
 
 impl Compute for QuantizeCompute {
+    fn as_any(&self) -> Option<&dyn Any> {
+        Some(self)
+    }
+
     fn release(&self) {
         self.weights.bytes.release();
+        self.fitting.release();
     }
 
     fn compute(&self) -> Result<Vec<Vec<u8>>, ComputeError> {
-        let Quantized { codes, scales, zero_points } = quantize_tensor(&self.weights, &self.format)?;
+        let fitted = self.fitting.quantize(&self.weights, &self.format)?;
+        let Quantized { codes, scales, zero_points } = fitted;
         Ok([codes, scales].into_iter().chain(zero_points).collect())
     }
 }
@@ -207,10 +222,15 @@ impl Compute for QuantizeCompute {
 /// The initializers of a `MatMulNBits` node, inputs 1 and up in their order, for a float matrix `[N, K]`: codes U8
 /// `[N, blocks, bytes]`, scales `[N, blocks]` and, in asymmetric formats, zero points U8 `[N, bytes]`. Quantising waits
 /// until they are written.
-pub fn quantized_initializers(weights: Tensor, format: &BlockFormat) -> Result<Vec<Tensor>, QuantError> {
+pub fn quantized_initializers(
+    weights: Tensor,
+    format: &BlockFormat,
+    fitting: Fitting,
+) -> Result<Vec<Tensor>, QuantError> {
     format.check()?;
     let (n, k) = float_matrix(&weights)?;
-    let source: Arc<dyn Compute> = Arc::new(QuantizeCompute { weights, format: *format });
+    fitting.check(k)?;
+    let source: Arc<dyn Compute> = Arc::new(QuantizeCompute { weights, format: *format, fitting });
     let part = |part, dtype, shape: &[usize], len| Tensor {
         dtype,
         shape: shape.to_vec(),
@@ -230,6 +250,14 @@ fn check_len(found: usize, expected: usize) -> Result<(), QuantError> {
     if found == expected { Ok(()) } else { Err(QuantError::Length { expected, found }) }
 }
 
+/// What is stored of consecutive rows.
+pub(super) struct RowsMut<'a> {
+    pub codes: &'a mut [u8],
+    pub scales: &'a mut [u8],
+    /// Empty in symmetric formats.
+    pub zero_points: &'a mut [u8],
+}
+
 /// Quantises rows in parallel; `read_row` fills the k values of a row.
 fn quantize_rows(
     n: usize,
@@ -237,23 +265,38 @@ fn quantize_rows(
     format: &BlockFormat,
     read_row: impl Fn(usize, &mut [f32]) + Sync,
 ) -> Result<Quantized, QuantError> {
+    let rows = (TASK / k.max(1)).clamp(1, n.max(1));
+    let quantize = |first_row, rows: RowsMut<'_>| quantize_task(first_row, k, format, &read_row, rows);
+    let (quantized, _) = in_tasks([n, k], format, rows, quantize)?;
+    Ok(quantized)
+}
+
+/// Fills a quantised matrix [n, k] in parallel, so many rows per task; `task` gets the first row's index. Also the results
+/// of the tasks, in the order of the rows.
+pub(super) fn in_tasks<T: Send>(
+    [n, k]: [usize; 2],
+    format: &BlockFormat,
+    rows: usize,
+    task: impl Fn(usize, RowsMut<'_>) -> Result<T, QuantError> + Sync,
+) -> Result<(Quantized, Vec<T>), QuantError> {
     format.check()?;
     let mut codes = vec![0; format.codes_len(n, k)];
     let mut scales = vec![0; format.scales_len(n, k)];
     let mut zero_points = vec![0; format.zero_points_len(n, k)];
+    let mut results = Vec::new();
     if n * k > 0 {
-        let rows = (TASK / k).clamp(1, n);
         let zero_point_chunks = zero_points.chunks_mut(rows * format.zero_points_shape(1, k)[1]);
         let tasks: Vec<_> = codes
             .chunks_mut(rows * format.row_bytes(k))
             .zip(scales.chunks_mut(rows * format.scales_len(1, k)))
             .zip(zero_point_chunks.map(Some).chain(iter::repeat_with(|| None)))
             .collect();
-        tasks.into_par_iter().enumerate().try_for_each(|(task, ((codes, scales), zero_points))| {
-            quantize_task(task * rows, k, format, &read_row, codes, scales, zero_points.unwrap_or_default())
-        })?;
+        let run = |(index, ((codes, scales), zero_points)): (usize, ((_, _), Option<_>))| {
+            task(index * rows, RowsMut { codes, scales, zero_points: zero_points.unwrap_or_default() })
+        };
+        results = tasks.into_par_iter().enumerate().map(run).collect::<Result<_, _>>()?;
     }
-    Ok(Quantized { codes, scales, zero_points: (!format.symmetric).then_some(zero_points) })
+    Ok((Quantized { codes, scales, zero_points: (!format.symmetric).then_some(zero_points) }, results))
 }
 
 /// Quantises consecutive rows, the first of which is `first_row`.
@@ -262,9 +305,7 @@ fn quantize_task(
     k: usize,
     format: &BlockFormat,
     read_row: &impl Fn(usize, &mut [f32]),
-    codes: &mut [u8],
-    scales: &mut [u8],
-    zero_points: &mut [u8],
+    RowsMut { codes, scales, zero_points }: RowsMut<'_>,
 ) -> Result<(), QuantError> {
     let BlockFormat { bits, block, .. } = *format;
     let blocks = format.blocks(k);
@@ -299,13 +340,13 @@ fn quantize_task(
     Ok(())
 }
 
-fn not_finite(row: usize, first_column: usize, values: &[f32]) -> QuantError {
+pub(super) fn not_finite(row: usize, first_column: usize, values: &[f32]) -> QuantError {
     let at = values.iter().position(|v| !v.is_finite()).unwrap_or(0);
     QuantError::NotFinite { row, column: first_column + at, value: values[at] }
 }
 
 /// Stores a scale and returns what it has become by rounding.
-fn store_scale(scale: f32, dtype: DType, out: &mut [u8]) -> f32 {
+pub(super) fn store_scale(scale: f32, dtype: DType, out: &mut [u8]) -> f32 {
     if dtype == DType::F16 {
         let half = f16::from_f32(scale);
         out.copy_from_slice(&half.to_le_bytes());
@@ -317,15 +358,15 @@ fn store_scale(scale: f32, dtype: DType, out: &mut [u8]) -> f32 {
 }
 
 /// The extremes of a block, and its first value, which gives a block of zeros its sign.
-struct Range {
-    lo: f32,
-    hi: f32,
+pub(super) struct Range {
+    pub lo: f32,
+    pub hi: f32,
     first: f32,
 }
 
 impl Range {
     /// `None` if a value is infinite or not a number. Zeros that pad a block never change the outcome.
-    fn of(values: &[f32]) -> Option<Range> {
+    pub fn of(values: &[f32]) -> Option<Range> {
         const LANES: usize = 16;
         let (mut lo, mut hi, mut check) = ([f32::MAX; LANES], [f32::MIN; LANES], [0.0f32; LANES]);
         for chunk in values.as_chunks::<LANES>().0 {
@@ -346,7 +387,7 @@ impl Range {
         finite.then_some(Range { lo, hi, first: values[0] })
     }
 
-    fn scale_and_zero_point(&self, format: &BlockFormat) -> (f32, u8) {
+    pub fn scale_and_zero_point(&self, format: &BlockFormat) -> (f32, u8) {
         if format.symmetric {
             let extreme = if self.hi.abs() > self.lo.abs() { self.hi } else { self.lo };
             let extreme = if extreme == 0.0 { self.first } else { extreme };
@@ -361,7 +402,7 @@ impl Range {
 }
 
 /// Codes of a block.
-fn encode(values: &[f32], scale: f32, zero_point: u8, max: u8, codes: &mut [u8]) {
+pub(super) fn encode(values: &[f32], scale: f32, zero_point: u8, max: u8, codes: &mut [u8]) {
     let reciprocal = if scale == 0.0 { 0.0 } else { 1.0 / scale };
     let (zero_point, max) = (f32::from(zero_point), f32::from(max));
     for (code, &value) in codes.iter_mut().zip(values) {

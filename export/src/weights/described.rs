@@ -62,7 +62,7 @@ mod tests {
         let wide = quant::transpose(quant::cast(matrix(), DType::F32).unwrap()).unwrap();
         assert_eq!((&wide.shape[..], wide.bytes.len()), (&[80, 6][..], 6 * 80 * 4));
         let format = BlockFormat { bits: 4, block: 32, symmetric: false, scale: DType::F16 };
-        let parts = quant::quantized_initializers(matrix(), &format).unwrap();
+        let parts = quant::quantized_initializers(matrix(), &format, quant::Fitting::Nearest).unwrap();
         let lengths: Vec<usize> = parts.iter().map(|part| part.bytes.len()).collect();
         assert_eq!(lengths, [6 * 3 * 16, 6 * 3 * 2, 6 * 2]);
         for tensor in parts.iter().chain([&wide]) {

@@ -3,6 +3,7 @@
 //! Everything is mapped, nothing is read before it is asked for, and what a file says about itself is checked when it
 //! is opened: a truncated shard or a stale index is an error before the first weight is used.
 
+mod calibration;
 mod config;
 mod described;
 mod error;
@@ -10,6 +11,7 @@ mod index;
 mod safetensors;
 mod source;
 
+pub use calibration::{Calibration, CalibrationError, header};
 pub use config::{MAX_JSON, read_json};
 pub use error::WeightsError;
 pub use source::{Checkpoint, Found};

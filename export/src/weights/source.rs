@@ -2,14 +2,18 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fmt, io,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use super::{
-    WeightsError, described,
+    Calibration, CalibrationError, WeightsError, described,
     index::{Index, Layout, locate},
     safetensors::{Entry, Shard},
 };
-use crate::onnx::{Bytes, DType, Tensor};
+use crate::{
+    onnx::{Bytes, DType, Tensor},
+    quant::Gram,
+};
 
 /// The tensors of one model component, mapped from one or several safetensors files.
 ///
@@ -20,6 +24,7 @@ pub struct Checkpoint {
     /// Tensor name to its place in `shards`.
     places: BTreeMap<String, usize>,
     described: bool,
+    calibration: Option<Arc<Calibration>>,
 }
 
 /// What a checkpoint says about a tensor, known without reading it.
@@ -46,18 +51,34 @@ impl Checkpoint {
         for (place, shard) in shards.iter().enumerate() {
             places.extend(shard.tensors.keys().map(|name| (name.clone(), place)));
         }
-        Ok(Checkpoint { path: path.to_owned(), shards, places, described: false })
+        Ok(Checkpoint { path: path.to_owned(), shards, places, described: false, calibration: None })
     }
 
     /// A checkpoint of which nothing is there: every tensor that is asked for exists in bf16 with the shape that is
     /// asked for, and has no values. What is made of it can be planned with and cannot be written.
     pub fn described() -> Checkpoint {
-        Checkpoint { path: PathBuf::new(), shards: Vec::new(), places: BTreeMap::new(), described: true }
+        Checkpoint {
+            path: PathBuf::new(),
+            shards: Vec::new(),
+            places: BTreeMap::new(),
+            described: true,
+            calibration: None,
+        }
     }
 
     /// Whether this is [`Checkpoint::described`], whose tensors have no values.
     pub fn is_described(&self) -> bool {
         self.described
+    }
+
+    /// With what is known of the inputs of its layers.
+    pub fn calibrated(self, calibration: Option<Arc<Calibration>>) -> Checkpoint {
+        Checkpoint { calibration, ..self }
+    }
+
+    /// Statistics of what a weight is multiplied with, where they are known.
+    pub fn inputs_of(&self, weight: &str) -> Result<Option<Gram>, CalibrationError> {
+        self.calibration.as_ref().map_or(Ok(None), |calibration| calibration.inputs_of(weight))
     }
 
     /// The path that was opened.

@@ -237,6 +237,18 @@ impl<'a> Flux2<'a> {
         Ok(self.denoise(request.size, request.steps, vec![picture], run)?.remove(0))
     }
 
+    /// The final latents of several pictures, each [1, tokens, channels], which are not decoded; otherwise as
+    /// [`Flux2::draw_batch`].
+    pub fn latents_of_all(
+        &self,
+        requests: &[Request],
+        run: &mut Run<'_>,
+    ) -> Result<Vec<HostTensor>, Flux2Error> {
+        requests.iter().try_for_each(|request| self.check(request))?;
+        run.folder = RunFolder::none();
+        self.sample_batch(requests, run)
+    }
+
     /// The final latents of all pictures.
     fn sample_batch(&self, requests: &[Request], run: &mut Run<'_>) -> Result<Vec<HostTensor>, Flux2Error> {
         let same_prompt: Vec<_> = requests.chunk_by(|a, b| a.prompt == b.prompt).collect();

@@ -167,13 +167,13 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, Flux2Error> {
     let constants = Constants::with_fault(request.fault);
     let profile = request.profile;
 
-    let weights = request.source.weights("text_encoder")?;
+    let weights = request.weights("text_encoder")?;
     let shape = text_encoder::Shape { taps: &text.taps, length: text.length };
     let precision = profile.component("text_encoder");
     let encoder = text_encoder::author(&config.text, &shape, &weights, &precision)?;
     let (embedding, table) = embedding(&config, &weights, precision.compute)?;
 
-    let weights = request.source.weights("transformer")?;
+    let weights = request.weights("transformer")?;
     let precision = profile.component("transformer");
     let modulation = modulation::author(&config.transformer, &weights, &precision, &constants)?;
     let transformer =
@@ -237,7 +237,7 @@ fn decoder_stages(
     config: &Config,
     cuts: &[usize],
 ) -> Result<Vec<StageGraph>, Flux2Error> {
-    let weights = request.source.weights("vae")?;
+    let weights = request.weights("vae")?;
     vae::author(&config.vae, cuts, &weights, &request.profile.component(vae::COMPONENT))
 }
 

@@ -110,6 +110,7 @@ pub(super) fn open(folder: &Path) -> Result<(Manifest, BTreeMap<String, Adapter>
         source: Origin::default(),
         profile: profile_of(graphs.iter().map(|(_, model, _)| model)).to_owned(),
         recipe: Recipe { name, ..Recipe::named(RECIPE, &[])?.of_imported() },
+        calibration: None,
         parameters: serde_json::to_value(&parameters).unwrap_or_default(),
         stages: graphs.iter().map(stage).collect(),
         files: reader.files.into_iter().map(|(path, bytes)| FileEntry::without_hash(path, bytes)).collect(),

@@ -1,0 +1,189 @@
+//! Statistics of what the linear layers of a model read, from pictures that it draws: `viaduct export --calibration` fits
+//! quantised weights with them.
+//!
+//! The model is run as usual, with the inputs of its layers exposed. What does not fit the budget at once is looked at in
+//! several passes, each of which draws the same pictures.
+
+mod layers;
+mod prompts;
+mod recorder;
+mod sums;
+
+use std::{
+    collections::BTreeMap,
+    io::{self, Write},
+    path::Path,
+};
+
+use viaduct_export::{
+    bundle::{Bundle, BundleError, Stages},
+    weights::{Calibration, header},
+};
+
+pub use self::prompts::PROMPTS;
+use self::{
+    layers::{LayerInput, layer_inputs},
+    recorder::{Recorder, Watched},
+    sums::Sums,
+};
+use crate::{
+    atomic_file::{self, Existing, FileError},
+    pipeline::{
+        event::{Event, Listener},
+        flux2::{Flux2, Flux2Error, Request},
+        probe::NoProbe,
+        run::{Run, Watch},
+        run_folder::RunFolder,
+    },
+    runtime::Executor,
+};
+
+#[derive(Debug, thiserror::Error)]
+pub enum CalibrationError {
+    #[error(transparent)]
+    Bundle(#[from] BundleError),
+    #[error(transparent)]
+    Pipeline(#[from] Flux2Error),
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error("cannot write the statistics: {0}")]
+    Write(#[source] io::Error),
+    #[error("a bundle of profile {profile} has quantised weights; calibrate one of f32 or f16")]
+    Quantised { profile: String },
+    #[error(
+        "the graphs of this bundle were exported by others; only a bundle of a checkpoint can be calibrated"
+    )]
+    Imported,
+    #[error("{value} of stage {stage} has {width} columns, of which there are no statistics")]
+    Width { stage: String, value: String, width: usize },
+}
+
+/// How a model is calibrated.
+pub struct CalibrationRequest<'a> {
+    /// What to draw. Pictures of the same size and number of steps come one after the other.
+    pub pictures: &'a [Request],
+    /// Bytes for statistics and for the values that they are of, at a time; an input that takes more is looked at alone.
+    pub budget: u64,
+    pub out: &'a Path,
+    pub existing: Existing,
+}
+
+/// What was written.
+#[derive(Debug)]
+pub struct Calibrated {
+    /// Values whose statistics are kept.
+    pub inputs: usize,
+    /// Weights that they are multiplied with.
+    pub weights: usize,
+    pub passes: usize,
+    pub bytes: u64,
+}
+
+/// The inputs that one pass looks at, each with its stage.
+type Pass = Vec<(String, LayerInput)>;
+
+/// Draws the pictures, without decoding them, and writes the statistics of what the layers read. The file is there when
+/// it is complete, or not at all.
+pub fn calibrate(
+    bundle: &Bundle,
+    request: &CalibrationRequest<'_>,
+    executor: &mut dyn Executor,
+    listener: &mut dyn Listener,
+) -> Result<Calibrated, CalibrationError> {
+    if bundle.is_imported() {
+        return Err(CalibrationError::Imported);
+    }
+    let flux2 = Flux2::open(bundle)?;
+    let rows =
+        request.pictures.iter().map(|p| p.size.tokens()).max().unwrap_or(0) + flux2.form().text_length();
+    let passes = passes(inputs(bundle)?, rows, request.budget)?;
+    let inputs: Vec<_> = passes.iter().flatten().map(|(_, input)| (input_name(input), input.width)).collect();
+    let header = header(&inputs);
+    let bytes = inputs.iter().filter_map(|(_, width)| Sums::bytes(*width)).sum::<u64>() + header.len() as u64;
+    // An error of the run is no error of the file.
+    let mut failed = None;
+    let mut fill = |file: &mut dyn Write| -> Result<(), CalibrationError> {
+        file.write_all(&header).map_err(CalibrationError::Write)?;
+        for (index, pass) in passes.iter().enumerate() {
+            listener.on_event(Event::note(format!("pass {} of {}", index + 1, passes.len())));
+            for sums in look(&flux2, pass, request.pictures, executor, listener)? {
+                sums.write(file).map_err(CalibrationError::Write)?;
+            }
+        }
+        Ok(())
+    };
+    let written = atomic_file::write_with(request.out, request.existing, |file| {
+        fill(file).map_err(|error| {
+            failed = Some(error);
+            io::Error::other("the calibration failed")
+        })
+    });
+    failed.map_or(Ok(()), Err)?;
+    written?;
+    let weights = passes.iter().flatten().map(|(_, input)| input.weights.len()).sum();
+    Ok(Calibrated { inputs: inputs.len(), weights, passes: passes.len(), bytes })
+}
+
+/// One pass: the sums of its inputs, in their order.
+fn look(
+    flux2: &Flux2<'_>,
+    pass: &Pass,
+    pictures: &[Request],
+    executor: &mut dyn Executor,
+    listener: &mut dyn Listener,
+) -> Result<Vec<Sums>, CalibrationError> {
+    let mut watched: BTreeMap<String, Vec<Watched>> = BTreeMap::new();
+    for (stage, LayerInput { value, is_graph_input, width, .. }) in pass {
+        let (value, is_graph_input, sums) = (value.clone(), *is_graph_input, Sums::new(*width));
+        watched.entry(stage.clone()).or_default().push(Watched { value, is_graph_input, sums });
+    }
+    let mut recorder = Recorder { executor, watched };
+    let mut nothing = NoProbe;
+    let watch = Watch::new(listener, &mut nothing);
+    let mut run = Run { executor: &mut recorder, plan: None, watch, folder: RunFolder::none() };
+    flux2.latents_of_all(pictures, &mut run)?;
+    let mut watched: BTreeMap<_, _> =
+        recorder.watched.into_iter().map(|(stage, watched)| (stage, watched.into_iter())).collect();
+    let next = |(stage, _): &(String, LayerInput)| watched.get_mut(stage)?.next().map(|watched| watched.sums);
+    Ok(pass.iter().filter_map(next).collect())
+}
+
+/// What the layers of all stages before the decoder read.
+fn inputs(bundle: &Bundle) -> Result<Pass, CalibrationError> {
+    let mut inputs = Vec::new();
+    for stage in bundle.manifest.stages.iter().filter(|stage| !stage.name.starts_with("vae_")) {
+        let model = bundle.model(&stage.name)?;
+        if model.graph.nodes().any(|(_, node)| node.op_type == "MatMulNBits") {
+            return Err(CalibrationError::Quantised { profile: bundle.manifest.profile.clone() });
+        }
+        inputs.extend(layer_inputs(&model.graph).into_iter().map(|input| (stage.name.clone(), input)));
+    }
+    Ok(inputs)
+}
+
+/// Inputs in passes that keep to the budget; values have at most so many rows.
+fn passes(inputs: Pass, rows: usize, budget: u64) -> Result<Vec<Pass>, CalibrationError> {
+    let mut passes: Vec<Pass> = Vec::new();
+    let mut left = 0;
+    for (stage, input) in inputs {
+        let values = (rows as u64).saturating_mul(input.width as u64).saturating_mul(8);
+        let bytes = Sums::bytes(input.width).filter(|bytes| *bytes > 0).ok_or_else(|| {
+            let (stage, value, width) = (stage.clone(), input.value.clone(), input.width);
+            CalibrationError::Width { stage, value, width }
+        })?;
+        let bytes = bytes.saturating_add(values);
+        match passes.last_mut().filter(|_| bytes <= left) {
+            Some(pass) => pass.push((stage, input)),
+            None => {
+                passes.push(vec![(stage, input)]);
+                left = budget;
+            }
+        }
+        left = left.saturating_sub(bytes);
+    }
+    Ok(passes)
+}
+
+fn input_name(input: &LayerInput) -> String {
+    Calibration::tensor_name(input.weights.iter().map(String::as_str))
+}
