@@ -297,6 +297,41 @@ fn a_bundle_against_another_profile() {
     assert!(report["values"].as_u64() > Some(300), "{report:#}");
 }
 
+/// Values behind a node that only one side has, each a bit off, so that the node is looked at with each of them.
+#[test]
+fn differences_add_up_behind_a_node_that_is_not_paired() {
+    let graph = |shared: &str, factor: f32| {
+        let mut graph = Builder::new("shared");
+        let shape = [2, 16].map(Dim::Fixed);
+        let x = graph.input("x", DType::F32, &shape);
+        let between = graph.op(shared, &[x], &[]);
+        let factor = graph.scalar(DType::F32, factor);
+        let mut sum = between;
+        for step in 0..6 {
+            let scaled = graph.mul(between, factor);
+            graph.label(scaled, &format!("scaled{step}_value"));
+            let product = graph.mul(sum, scaled);
+            sum = graph.op("Abs", &[product], &[]);
+            graph.label(sum, &format!("sum{step}_value"));
+        }
+        graph.output(sum, "y", &shape);
+        graph.finish()
+    };
+    let folder = scratch();
+    let [a, b] = [("a", "Abs", 1.0 + 4e-5), ("b", "Relu", 1.0)].map(|(name, shared, factor)| {
+        let path = folder.path().join(format!("{name}.onnx"));
+        write_model(&graph(shared, factor), &path, &WriteOptions::default()).unwrap();
+        path
+    });
+    let ones = HostTensor::f32(&[2, 16], vec![1.0; 32]);
+    npy::write(&folder.path().join("x.npy"), Existing::Keep, &ones).unwrap();
+    let mut command = viaduct();
+    command.arg("bisect").args([&a, &b]).args(["--ep", "cpu", "--json", "--inputs"]).arg(folder.path());
+    command.arg("--out").arg(folder.path().join("found"));
+    let found = &verdict(command, 3)["found"];
+    assert!(!found["adds_up"].as_array().unwrap().is_empty(), "{found:#}");
+}
+
 #[test]
 fn a_prompt_gives_the_inputs_of_a_stage() {
     let bundle = Checkpoint::klein_emoji().export("f32", &[]);
