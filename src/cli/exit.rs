@@ -10,7 +10,7 @@ use viaduct_export::{
 use crate::{
     atomic_file::FileError,
     bench::BenchError,
-    bisect::{BisectError, Parted},
+    bisect::{BisectError, InputError, Parted},
     pipeline::{dump::DumpError, flux2::Flux2Error, schedule::ScheduleError, size::SizeError},
     plan::{OverBudget, PlanError},
     runtime::{RuntimeError, Stopped},
@@ -41,6 +41,7 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     if let Some(
         FileError::Exists(_)
         | FileError::NotRegular(_)
+        | FileError::NotAFolder(_)
         | FileError::Foreign { .. }
         | FileError::SourceInside(_),
     ) = error.downcast_ref::<FileError>()
@@ -97,11 +98,8 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
 /// Transparent variants stand in the chain for the error inside them.
 fn bisect_code(error: &BisectError) -> Option<u8> {
     match error {
-        BisectError::InputType { .. }
-        | BisectError::InputShape { .. }
-        | BisectError::Unbound { .. }
-        | BisectError::GivenShape { .. }
-        | BisectError::NothingInCommon { .. } => Some(USAGE),
+        BisectError::Input { source: InputError::Tensors(_), .. } => Some(FAILED),
+        BisectError::Input { .. } | BisectError::NothingInCommon { .. } => Some(USAGE),
         BisectError::Runtime(e) => code_of_link(e),
         BisectError::Pipeline(e) => code_of_link(e),
         BisectError::Size(e) => code_of_link(e),
