@@ -157,7 +157,7 @@ fn other_provider(text: &str) -> Result<Provider, String> {
 const REPRODUCTION: &[&str] = &["onnx", "data", "safetensors"];
 
 /// Said of a finding that may be the reference's fault.
-const DOUBTFUL_ON_CPU: &str = "the graph has MatMulNBits in f16 with accuracy_level 4, behind which ONNX Runtime's CPU provider may lose values unless its optimisations are all on: a finding that is gone with --optimise all is the CPU's fault (docs/bisect.md)";
+const DOUBTFUL_ON_CPU: &str = "the graph has MatMulNBits in f16 with accuracy_level 4, behind which ONNX Runtime's CPU provider may lose values unless its optimisations are all on: see whether the finding stays with --optimise all (docs/bisect.md)";
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     check(arguments)?;
