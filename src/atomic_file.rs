@@ -23,6 +23,8 @@ pub enum FileError {
     Foreign { path: PathBuf, file: PathBuf },
     #[error("{} holds the model that is read, so it is not replaced", .0.display())]
     SourceInside(PathBuf),
+    #[error("{} is no folder, so it is not replaced", .0.display())]
+    NotAFolder(PathBuf),
     #[error("{} is a directory", .0.display())]
     IsDirectory(PathBuf),
     #[error("cannot write {}: {source}", path.display())]

@@ -297,6 +297,41 @@ fn a_bundle_against_another_profile() {
     assert!(report["values"].as_u64() > Some(300), "{report:#}");
 }
 
+/// Values behind a node that only one side has, each a bit off, so that the node is looked at with each of them.
+#[test]
+fn differences_add_up_behind_a_node_that_is_not_paired() {
+    let graph = |shared: &str, factor: f32| {
+        let mut graph = Builder::new("shared");
+        let shape = [2, 16].map(Dim::Fixed);
+        let x = graph.input("x", DType::F32, &shape);
+        let between = graph.op(shared, &[x], &[]);
+        let factor = graph.scalar(DType::F32, factor);
+        let mut sum = between;
+        for step in 0..6 {
+            let scaled = graph.mul(between, factor);
+            graph.label(scaled, &format!("scaled{step}_value"));
+            let product = graph.mul(sum, scaled);
+            sum = graph.op("Abs", &[product], &[]);
+            graph.label(sum, &format!("sum{step}_value"));
+        }
+        graph.output(sum, "y", &shape);
+        graph.finish()
+    };
+    let folder = scratch();
+    let [a, b] = [("a", "Abs", 1.0 + 4e-5), ("b", "Relu", 1.0)].map(|(name, shared, factor)| {
+        let path = folder.path().join(format!("{name}.onnx"));
+        write_model(&graph(shared, factor), &path, &WriteOptions::default()).unwrap();
+        path
+    });
+    let ones = HostTensor::f32(&[2, 16], vec![1.0; 32]);
+    npy::write(&folder.path().join("x.npy"), Existing::Keep, &ones).unwrap();
+    let mut command = viaduct();
+    command.arg("bisect").args([&a, &b]).args(["--ep", "cpu", "--json", "--inputs"]).arg(folder.path());
+    command.arg("--out").arg(folder.path().join("found"));
+    let found = &verdict(command, 3)["found"];
+    assert!(!found["adds_up"].as_array().unwrap().is_empty(), "{found:#}");
+}
+
 #[test]
 fn a_prompt_gives_the_inputs_of_a_stage() {
     let bundle = Checkpoint::klein_emoji().export("f32", &[]);
@@ -321,7 +356,9 @@ fn what_cannot_be_compared_is_refused() {
     };
     let own = model.to_str().unwrap();
     refused(&["--ep", "cpu"], 2, "both sides would be the same graph on the cpu provider");
-    refused(&["--ep", "cpu", "--against", "auto"], 2, "--against auto");
+    refused(&["--ep", "cpu", "--against", "auto"], 2, "name a provider, cpu or webgpu");
+    refused(&["--ep", "cpu", own, "--size", "64x64"], 2, "--size is for bundles");
+    refused(&["--ep", "cpu", own, "--prompt", "red apple"], 2, "--prompt is for bundles");
     refused(&["--ep", "cpu", own], 2, "--dim image_seq=N");
     refused(&["--ep", "cpu", own, "--dim", "rows=3"], 2, "rows");
     refused(&["--ep", "cpu", own, "--dim", "image_seq=24", "--budget", "1MiB"], 4, "more than the budget");
@@ -331,10 +368,86 @@ fn what_cannot_be_compared_is_refused() {
     refused(&["--ep", "cpu", "--oracle", own], 1, "dynamo.onnx");
     refused(&["--ep", "cpu", own, "--out", own, "--dim", "image_seq=4"], 2, "exists");
     let garbage = scratch();
+    let file = garbage.path().join("file");
+    fs::write(&file, "no folder").unwrap();
+    refused(&["--ep", "cpu", own, "--force", "--out", file.to_str().unwrap()], 2, "is no folder");
+    let inside = file.join("found");
+    refused(&["--ep", "cpu", own, "--out", inside.to_str().unwrap()], 1, "cannot write");
     let path = garbage.path().join("garbage.onnx");
     fs::write(&path, [0x3a; 100]).unwrap();
     refused(&["--ep", "cpu", path.to_str().unwrap()], 1, "garbage.onnx");
     refused(&["--ep", "cpu", garbage.path().to_str().unwrap()], 1, "no bundle");
+}
+
+/// `y = a function of x`, whose size goes by this name.
+fn sized(folder: &Path, file: &str, size: &str, op_type: &str) -> PathBuf {
+    let mut graph = Builder::new("sized");
+    let shape = [Dim::Symbol(size.to_owned()), Dim::Fixed(8)];
+    let x = graph.input("x", DType::F32, &shape);
+    let y = graph.op("Tanh", &[x], &[]);
+    let y = graph.op(op_type, &[y], &[]);
+    let path = folder.join(file);
+    graph.output(y, "y", &shape);
+    write_model(&graph.finish(), &path, &WriteOptions::default()).unwrap();
+    path
+}
+
+/// A size that one graph has by name counts for the other, whose name for it is another.
+#[test]
+fn sizes_of_two_graphs_have_names_of_their_own() {
+    let folder = scratch();
+    let [a, b] = ["rows", "length"].map(|size| sized(folder.path(), &format!("{size}.onnx"), size, "Abs"));
+    let run = |arguments: &[&str]| {
+        let mut command = viaduct();
+        command.arg("bisect").args([&a, &b]).args(["--ep", "cpu", "--json"]).args(arguments);
+        command
+    };
+    for dim in ["rows=4", "length=4"] {
+        assert_eq!(verdict(run(&["--dim", dim]), 0)["compared"], 2, "{dim}");
+    }
+    let neither = verdict(run(&["--dim", "width=4"]), 2);
+    assert!(neither["error"].as_str().unwrap().contains("length, rows"), "{neither}");
+    let open = verdict(run(&[]), 2);
+    assert!(open["error"].as_str().unwrap().contains("graph A (rows): input x: rows has no size"), "{open}");
+    let x = HostTensor::f32(&[8], vec![1.0; 8]);
+    npy::write(&folder.path().join("x.npy"), Existing::Keep, &x).unwrap();
+    let rank = verdict(run(&["--inputs", folder.path().to_str().unwrap()]), 2);
+    assert!(rank["error"].as_str().unwrap().contains("takes [rows, 8], the given tensor has [8]"), "{rank}");
+    fs::rename(folder.path().join("x.npy"), folder.path().join("z.npy")).unwrap();
+    let unused = verdict(run(&["--dim", "rows=4", "--inputs", folder.path().to_str().unwrap()]), 2);
+    assert!(unused["error"].as_str().unwrap().contains("the inputs are x"), "{unused}");
+}
+
+/// No file system takes the name of the folder that the reproduction is collected in.
+#[test]
+fn a_verdict_outlives_its_reproduction() {
+    let folder = scratch();
+    let [a, b] = ["Abs", "Neg"].map(|op| sized(folder.path(), &format!("{op}.onnx"), "rows", op));
+    let mut command = viaduct();
+    command.arg("bisect").args([&a, &b]).args(["--ep", "cpu", "--json", "--dim", "rows=4", "--out"]);
+    command.arg(folder.path().join("x".repeat(250)));
+    let output = command.assert().code(3).get_output().clone();
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["found"]["value"], "y", "{report:#}");
+    let problem = report["found"]["reproduction"]["unwritten"].as_str().unwrap();
+    assert!(String::from_utf8_lossy(&output.stderr).contains(problem), "{problem}");
+}
+
+/// What agrees without a number on either side is told of.
+#[test]
+fn nothing_that_agrees_with_nothing_is_said() {
+    let folder = scratch();
+    let graph = sized(folder.path(), "graph.onnx", "rows", "Abs");
+    for x in [HostTensor::f32(&[4, 8], vec![f32::NAN; 32]), HostTensor::f32(&[0, 8], Vec::new())] {
+        npy::write(&folder.path().join("x.npy"), Existing::Replace, &x).unwrap();
+        let mut command = viaduct();
+        command.arg("bisect").args([&graph, &graph]).args(["--ep", "cpu", "--json", "--inputs"]);
+        command.arg(folder.path());
+        let output = command.assert().code(0).get_output().clone();
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(report["nothing_in"].as_array().unwrap().len(), 2, "{report:#}");
+        assert!(String::from_utf8_lossy(&output.stderr).contains("show nothing"), "{:?}", x.shape);
+    }
 }
 
 /// Inputs and values of types that the host does not hold, in the search and in the reproduction.

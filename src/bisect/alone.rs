@@ -93,6 +93,10 @@ impl Apart<'_> {
                 renamed.insert(*output, own);
                 *output = own;
             }
+            // Several values may need the same node: each copy has a name of its own.
+            if let Some(own) = node.outputs.iter().flatten().next() {
+                node.name.clone_from(&self.model.graph[*own].name);
+            }
             copies.push(node);
         }
         self.nodes.extend(copies);

@@ -58,6 +58,8 @@ pub enum Parting {
 #[derive(Clone, Debug, Serialize)]
 pub struct Difference {
     pub parting: Option<Parting>,
+    /// Elements that could be compared: all but those that are NaN on both sides.
+    pub elements: usize,
     /// |a-b| / |b|
     pub relative_l2: f64,
     pub cosine: f64,
@@ -79,6 +81,7 @@ impl Difference {
     pub fn between(a: &HostTensor, b: &HostTensor, tolerance: f64) -> Difference {
         let mut difference = Difference {
             parting: None,
+            elements: 0,
             relative_l2: 0.0,
             cosine: 1.0,
             max_abs: 0.0,
@@ -92,6 +95,7 @@ impl Difference {
         if a.shape != b.shape {
             difference.parting = Some(Parting::Shape);
         } else if let Some(differing) = exact(&a.values, &b.values) {
+            difference.elements = a.values.len();
             difference.differing = Some(differing);
             difference.parting = (differing > 0).then_some(Parting::Exact);
         } else {
@@ -159,6 +163,7 @@ impl Difference {
     }
 
     fn count(&mut self, x: f32, y: f32) {
+        self.elements += usize::from(!(x.is_nan() && y.is_nan()));
         for (side, value) in [x, y].into_iter().enumerate() {
             self.nan[side] += usize::from(value.is_nan());
             self.infinite[side] += usize::from(value.is_infinite());
@@ -277,6 +282,8 @@ mod tests {
         assert_eq!(parting(&nan, &up), Some(Parting::NotFinite));
         assert_eq!((parting(&nan, &nan), parting(&up, &up)), (None, None));
         assert_eq!(Difference::between(&nan, &up, 1e-4).nan, [1, 0]);
+        assert_eq!(Difference::between(&nan, &nan, 1e-4).elements, 2);
+        assert_eq!(Difference::between(&up, &up, 1e-4).elements, 3);
     }
 
     #[test]

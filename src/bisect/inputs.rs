@@ -6,10 +6,9 @@ use viaduct_export::{
 };
 
 use super::{
-    BisectError,
     compare::as_type,
     side::Tensors,
-    tensors::{TensorFiles, carried},
+    tensors::{TensorFiles, TensorsError, carried},
 };
 use crate::tensor::HostTensor;
 
@@ -19,20 +18,65 @@ pub struct Inputs {
     pub invented: Vec<String>,
 }
 
+/// What is wrong with an input of a graph.
+#[derive(Debug, thiserror::Error)]
+pub enum InputError {
+    #[error(transparent)]
+    Tensors(#[from] TensorsError),
+    #[error("input {input}: its element type is none that can be given")]
+    Type { input: String },
+    #[error("input {input}: its shape is not known; give it with --inputs")]
+    Shape { input: String },
+    #[error(
+        "input {input}: {symbol} has no size; bind it with --dim {symbol}=N, or give the input with --inputs"
+    )]
+    Unbound { input: String, symbol: String },
+    #[error("input {input}: the graph takes [{wanted}], the given tensor has {given:?}")]
+    GivenShape {
+        input: String,
+        /// Sizes, names of sizes that are open, or `?`.
+        wanted: String,
+        given: Vec<usize>,
+    },
+}
+
 /// Sizes of symbols that follow from the shapes of given tensors; sizes in `sizes` stay.
-pub fn bind_by_tensors(graph: &Graph, files: &TensorFiles, sizes: &mut Sizes) -> Result<(), BisectError> {
+pub fn bind_by_tensors(graph: &Graph, files: &TensorFiles, sizes: &mut Sizes) -> Result<(), TensorsError> {
     for id in &graph.inputs {
-        let Some(ValueType::Tensor { shape: Some(dims), .. }) = &graph[*id].ty else { continue };
-        let Some(tensor) = files.tensor(&graph[*id].name)?.filter(|t| t.shape.len() == dims.len()) else {
-            continue;
-        };
-        for (dim, size) in dims.iter().zip(&tensor.shape) {
-            if let Dim::Symbol(name) = dim {
-                sizes.entry(name.clone()).or_insert(*size);
-            }
+        if let Some(tensor) = files.tensor(&graph[*id].name)? {
+            bind(graph, *id, &tensor.shape.into_iter().map(Some).collect::<Vec<_>>(), sizes);
         }
     }
     Ok(())
+}
+
+/// Sizes of symbols that follow from those of another graph, which has inputs of the same names; sizes in `sizes` stay.
+pub fn bind_by_graph(graph: &Graph, other: &Graph, sizes_there: &Sizes, sizes: &mut Sizes) {
+    for id in &graph.inputs {
+        let there = other.find(&graph[*id].name).filter(|there| other.inputs.contains(there));
+        if let Some(dims) = there.and_then(|there| dims(other, there)) {
+            let known: Vec<Option<usize>> = dims.iter().map(|dim| size(dim, sizes_there)).collect();
+            bind(graph, *id, &known, sizes);
+        }
+    }
+}
+
+/// Binds the symbols of one input's shape, as far as it is known and has as many axes.
+fn bind(graph: &Graph, id: ValueId, shape: &[Option<usize>], sizes: &mut Sizes) {
+    let dims = dims(graph, id).filter(|dims| dims.len() == shape.len()).unwrap_or_default();
+    for (dim, size) in dims.iter().zip(shape) {
+        if let (Dim::Symbol(name), Some(size)) = (dim, size) {
+            sizes.entry(name.clone()).or_insert(*size);
+        }
+    }
+}
+
+fn size(dim: &Dim, sizes: &Sizes) -> Option<usize> {
+    match dim {
+        Dim::Fixed(size) => Some(*size),
+        Dim::Symbol(name) => sizes.get(name).copied(),
+        Dim::Unknown => None,
+    }
 }
 
 /// Everything that the graph's inputs need: by name from `known`, else noise from the seed. Tensors get the types that the
@@ -40,9 +84,9 @@ pub fn bind_by_tensors(graph: &Graph, files: &TensorFiles, sizes: &mut Sizes) ->
 pub fn inputs(
     graph: &Graph,
     sizes: &Sizes,
-    known: &dyn Fn(&str) -> Result<Option<HostTensor>, BisectError>,
+    known: &dyn Fn(&str) -> Result<Option<HostTensor>, TensorsError>,
     seed: u64,
-) -> Result<Inputs, BisectError> {
+) -> Result<Inputs, InputError> {
     let mut inputs = Inputs { tensors: Tensors::new(), invented: Vec::new() };
     for id in graph.inputs.iter().copied() {
         let name = &graph[id].name;
@@ -60,12 +104,12 @@ pub fn inputs(
 }
 
 /// The type in which the host holds an input.
-fn host_type(graph: &Graph, id: ValueId) -> Result<DType, BisectError> {
+fn host_type(graph: &Graph, id: ValueId) -> Result<DType, InputError> {
     let dtype = match &graph[id].ty {
         Some(ValueType::Tensor { dtype, .. }) => carried(*dtype),
         _ => None,
     };
-    dtype.ok_or_else(|| BisectError::InputType { input: graph[id].name.clone() })
+    dtype.ok_or_else(|| InputError::Type { input: graph[id].name.clone() })
 }
 
 fn dims(graph: &Graph, id: ValueId) -> Option<&[Dim]> {
@@ -75,42 +119,47 @@ fn dims(graph: &Graph, id: ValueId) -> Option<&[Dim]> {
     }
 }
 
-fn shape(graph: &Graph, id: ValueId, sizes: &Sizes) -> Result<Vec<usize>, BisectError> {
+fn shape(graph: &Graph, id: ValueId, sizes: &Sizes) -> Result<Vec<usize>, InputError> {
     let input = || graph[id].name.clone();
-    let dims = dims(graph, id).ok_or_else(|| BisectError::InputShape { input: input() })?;
-    let size = |dim: &Dim| match dim {
-        Dim::Fixed(size) => Ok(*size),
-        Dim::Symbol(name) => {
-            let unbound = || BisectError::Unbound { input: input(), symbol: name.clone() };
-            sizes.get(name).copied().ok_or_else(unbound)
-        }
-        Dim::Unknown => Err(BisectError::InputShape { input: input() }),
+    let dims = dims(graph, id).ok_or_else(|| InputError::Shape { input: input() })?;
+    let known = |dim: &Dim| {
+        size(dim, sizes).ok_or_else(|| match dim {
+            Dim::Symbol(symbol) => InputError::Unbound { input: input(), symbol: symbol.clone() },
+            _ => InputError::Shape { input: input() },
+        })
     };
-    let shape = dims.iter().map(size).collect::<Result<Vec<_>, _>>()?;
+    let shape = dims.iter().map(known).collect::<Result<Vec<_>, _>>()?;
     // Noise is made as f32 first.
     match DType::F32.byte_len(&shape) {
         Some(_) => Ok(shape),
-        None => Err(BisectError::InputShape { input: input() }),
+        None => Err(InputError::Shape { input: input() }),
     }
 }
 
 /// A given tensor whose shape is one that the graph takes. A rotary table that has every angle twice, as reference files
 /// have it, loses the repetition where the graph takes each once.
-fn fitted(graph: &Graph, id: ValueId, sizes: &Sizes, tensor: HostTensor) -> Result<HostTensor, BisectError> {
-    let Ok(wanted) = shape(graph, id, sizes) else { return Ok(tensor) };
-    if tensor.shape == wanted {
+fn fitted(graph: &Graph, id: ValueId, sizes: &Sizes, tensor: HostTensor) -> Result<HostTensor, InputError> {
+    let Some(dims) = dims(graph, id) else { return Ok(tensor) };
+    let wanted: Vec<Option<usize>> = dims.iter().map(|dim| size(dim, sizes)).collect();
+    let fits = |shape: &[usize]| {
+        let alike = |(wanted, size): (&Option<usize>, &usize)| wanted.is_none_or(|wanted| wanted == *size);
+        shape.len() == wanted.len() && wanted.iter().zip(shape).all(alike)
+    };
+    if fits(&tensor.shape) {
         return Ok(tensor);
     }
-    let mut twice = wanted.clone();
-    if let Some(last) = twice.last_mut() {
-        *last = last.saturating_mul(2);
+    let mut once = tensor.shape.clone();
+    if let Some(last) = once.last_mut().filter(|last| **last % 2 == 0) {
+        *last /= 2;
+        let values = tensor.to_f32();
+        if fits(&once) && values.as_chunks::<2>().0.iter().all(|[a, b]| a == b) {
+            let once = HostTensor::f32(&once, values.into_iter().step_by(2).collect());
+            return Ok(as_type(&once, tensor.values.dtype()));
+        }
     }
-    let values = tensor.to_f32();
-    if tensor.shape == twice && values.as_chunks::<2>().0.iter().all(|[a, b]| a == b) {
-        let once = HostTensor::f32(&wanted, values.into_iter().step_by(2).collect());
-        return Ok(as_type(&once, tensor.values.dtype()));
-    }
-    Err(BisectError::GivenShape { input: graph[id].name.clone(), wanted, given: tensor.shape })
+    let wanted = wanted.iter().zip(dims).map(|(size, dim)| size.map_or(dim.to_string(), |n| n.to_string()));
+    let wanted = wanted.collect::<Vec<_>>().join(", ");
+    Err(InputError::GivenShape { input: graph[id].name.clone(), wanted, given: tensor.shape })
 }
 
 /// Noise about 1, but what a name promises: angles' cosines and sines in tables, zeros in a mask that is added, ones in a
@@ -196,7 +245,7 @@ mod tests {
         graph.finish()
     }
 
-    fn nothing(_: &str) -> Result<Option<HostTensor>, BisectError> {
+    fn nothing(_: &str) -> Result<Option<HostTensor>, TensorsError> {
         Ok(None)
     }
 
@@ -228,8 +277,14 @@ mod tests {
         };
         assert_eq!(given(&[2, 6]).unwrap(), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
         assert_eq!(given(&[2, 3]).unwrap().len(), 6);
-        assert!(matches!(given(&[3, 3]), Err(BisectError::GivenShape { .. })));
+        assert!(matches!(given(&[3, 3]), Err(InputError::GivenShape { .. })));
+        let mut sizes = Sizes::new();
+        let id = model.graph.find("rope_cos").unwrap();
+        let error = fitted(&model.graph, id, &sizes, HostTensor::f32(&[3], vec![0.0; 3])).unwrap_err();
+        assert!(error.to_string().contains("takes [seq, 3], the given tensor has [3]"), "{error}");
+        bind_by_graph(&model.graph, &model.graph, &Sizes::from([("seq".to_owned(), 2)]), &mut sizes);
+        assert_eq!(sizes["seq"], 2);
         let unbound = inputs(&model.graph, &Sizes::new(), &nothing, 0);
-        assert!(matches!(unbound, Err(BisectError::Unbound { .. })));
+        assert!(matches!(unbound, Err(InputError::Unbound { .. })));
     }
 }

@@ -24,8 +24,8 @@ use viaduct_export::onnx::{ValueId, WriteError};
 
 pub use self::{
     compare::{Difference, Parting, Tolerance},
-    inputs::{Inputs, bind_by_tensors, inputs},
-    prepared::{Form, Place, fits, prepare, probe_bytes},
+    inputs::{InputError, Inputs, bind_by_graph, bind_by_tensors, inputs},
+    prepared::{Form, Place, fits, needs_optimisation_on_cpu, prepare, probe_bytes},
     recorded::{Picture, recorded_inputs},
     report::{Contribution, Finding, NodeOutline, Operand, Parted, Report},
     reproduction::{Reproduction, folder_name, quoted},
@@ -42,7 +42,11 @@ use self::{
 };
 use crate::{
     atomic_file::FileError,
-    pipeline::{event::Listener, flux2::Flux2Error, size::SizeError},
+    pipeline::{
+        event::{Event, Listener},
+        flux2::Flux2Error,
+        size::SizeError,
+    },
     plan::OverBudget,
     runtime::{Runtime, RuntimeError},
     verify::VerifyError,
@@ -68,16 +72,8 @@ pub enum BisectError {
     Write(#[from] WriteError),
     #[error("{graph} has no value {value}")]
     NoValue { graph: String, value: String },
-    #[error("input {input}: its element type is none that can be given")]
-    InputType { input: String },
-    #[error("input {input}: its shape is not known; give it with --inputs")]
-    InputShape { input: String },
-    #[error(
-        "input {input}: {symbol} has no size; bind it with --dim {symbol}=N, or give the input with --inputs"
-    )]
-    Unbound { input: String, symbol: String },
-    #[error("input {input}: the graph takes {wanted:?}, the given tensor has {given:?}")]
-    GivenShape { input: String, wanted: Vec<usize>, given: Vec<usize> },
+    #[error("{graph}: {source}")]
+    Input { graph: String, source: InputError },
     #[error("a picture's run never gets to stage {stage}")]
     NotReached { stage: String },
     #[error("the two sides have no value in common that could be compared: {why}")]
@@ -158,8 +154,16 @@ pub fn bisect(
         probes: runs.probes,
         invented_inputs: Vec::new(),
         other_shape,
+        nothing_in: runs.nothing_in(),
         found: None,
     };
+    if let Some(first) = report.nothing_in.first() {
+        runs.listener.on_event(Event::warning(format!(
+            "{} of the {} values that were compared are empty, or NaN throughout on both sides, and show nothing; the first is {first}",
+            report.nothing_in.len(),
+            report.compared
+        )));
+    }
     if let Some(found) = outcome.found {
         report.found = Some(runs.explain(found, options, !is_same_graph)?);
     }

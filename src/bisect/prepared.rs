@@ -3,7 +3,7 @@
 use viaduct_export::{
     device::DeviceProfile,
     memory::{Predicted, StageMemory, analyse},
-    onnx::Model,
+    onnx::{DType, Model, Node},
     shapes::{Shapes, Sizes},
 };
 
@@ -61,6 +61,19 @@ pub fn prepare(
         optimisation: form.optimisation,
     };
     Ok((subject, predicted))
+}
+
+/// Whether the CPU provider of ONNX Runtime 1.31.1 computes the graph rightly only with all optimisations, which it is not
+/// given: it makes zeros of `x * Sigmoid(x)` behind a `MatMulNBits` in f16 with 8-bit activations.
+pub fn needs_optimisation_on_cpu(subject: &Subject) -> bool {
+    let Subject { model, shapes, optimisation, .. } = subject;
+    let is_f16 = |value| shapes.fact(value).dtype == Some(DType::F16);
+    let eight_bits = |node: &Node| {
+        node.is_contrib("MatMulNBits")
+            && node.int("accuracy_level") == Some(4)
+            && node.input(0).is_some_and(is_f16)
+    };
+    *optimisation != Optimisation::All && model.graph.nodes().any(|(_, node)| eight_bits(node))
 }
 
 /// What a graph takes on a device; an error if that is more than there is.

@@ -26,6 +26,8 @@ pub struct Report {
     pub invented_inputs: Vec<String>,
     /// Tensors of the other side that have the name of a value, and another shape.
     pub other_shape: Vec<String>,
+    /// Values that agree because nothing in them could differ: they are empty, or NaN throughout on both sides.
+    pub nothing_in: Vec<String>,
     /// None if the runs agree.
     pub found: Option<Finding>,
 }

@@ -25,7 +25,7 @@ const MODEL: &str = "node.onnx";
 const INPUTS: &str = "inputs.safetensors";
 const EXPECTED: &str = "expected.safetensors";
 
-/// What was written, and what it shows.
+/// What is written, and what it shows.
 #[derive(Clone, Debug, Serialize)]
 pub struct Reproduction {
     pub folder: PathBuf,
@@ -35,6 +35,8 @@ pub struct Reproduction {
     pub shows: bool,
     /// The difference that they have then.
     pub difference: Difference,
+    /// Why the folder is not there, if it could not be written.
+    pub unwritten: Option<String>,
 }
 
 /// Some nodes as a model of their own.
@@ -110,6 +112,9 @@ impl Extract {
 
 /// The command that shows what a folder holds; `flags` say where it runs.
 pub fn command(folder: &Path, against_expected: bool, flags: &[String]) -> String {
+    // A path that begins like a flag would be taken for one.
+    let is_like_flag = folder.as_os_str().as_encoded_bytes().starts_with(b"-");
+    let folder = if is_like_flag { Path::new(".").join(folder) } else { folder.to_owned() };
     let at = |file: &str| quoted(&folder.join(file).display().to_string());
     let mut command = format!("viaduct bisect {} --inputs {}", at(MODEL), at(INPUTS));
     if against_expected {
@@ -160,5 +165,7 @@ mod tests {
         let shown = command(Path::new("it's here"), true, &["--ep cpu".to_owned()]);
         assert!(shown.starts_with(r"viaduct bisect 'it'\''s here/node.onnx' --inputs "), "{shown}");
         assert!(shown.ends_with("expected.safetensors' --ep cpu"), "{shown}");
+        let shown = command(Path::new("--all"), false, &[]);
+        assert_eq!(shown, "viaduct bisect ./--all/node.onnx --inputs ./--all/inputs.safetensors");
     }
 }

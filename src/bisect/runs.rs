@@ -65,6 +65,14 @@ impl Runs<'_> {
         &self.a.subject.model.graph[self.units.seen[unit].value].name
     }
 
+    /// Values that agree without anything in them that could differ.
+    pub fn nothing_in(&self) -> Vec<String> {
+        let nothing = |difference: &Difference| difference.agrees() && difference.elements == 0;
+        let known = self.differences.iter().enumerate();
+        let units = known.filter(|(_, difference)| difference.as_ref().is_some_and(nothing));
+        units.map(|(unit, _)| self.name(unit).to_owned()).collect()
+    }
+
     /// One line for each probe.
     fn tell(&mut self, units: &[usize], agree: &[bool]) {
         self.probes += 1;
@@ -120,10 +128,12 @@ impl Runs<'_> {
             }
         }
         let folder = (options.folder)(&finding.node.name);
-        shown.extract.write(&folder, options.replace, &shown.inputs, &shown.expected)?;
+        // What was found is told of in any case.
+        let written = shown.extract.write(&folder, options.replace, &shown.inputs, &shown.expected);
+        let unwritten = written.err().map(|error| error.to_string());
         let command = reproduction::command(&folder, against_expected, &options.flags);
         let (shows, difference) = (!shown.difference.agrees(), shown.difference);
-        finding.reproduction = Some(Reproduction { folder, command, shows, difference });
+        finding.reproduction = Some(Reproduction { folder, command, shows, difference, unwritten });
         Ok(finding)
     }
 

@@ -2,8 +2,12 @@
 
 mod verdict;
 
-use std::path::{Path, PathBuf};
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+};
 
+use anyhow::Context;
 use clap::{Args, ValueEnum};
 use viaduct_export::{
     arch::SizesRequest,
@@ -18,9 +22,9 @@ use super::{
 };
 use crate::{
     bisect::{
-        BisectError, Form, Limits, OnDevice, Options, Other, Picture, Place, Report, Subject, TensorFiles,
-        Tensors, Tolerance, bind_by_tensors, bisect, fits, folder_name, inputs, prepare, probe_bytes, quoted,
-        recorded_inputs,
+        BisectError, Form, Inputs, Limits, OnDevice, Options, Other, Picture, Place, Report, Subject,
+        TensorFiles, Tensors, Tolerance, bind_by_graph, bind_by_tensors, bisect, fits, folder_name, inputs,
+        needs_optimisation_on_cpu, prepare, probe_bytes, quoted, recorded_inputs,
     },
     pipeline::event::{Event, Listener},
     runtime::{Optimisation, Provider, Runtime},
@@ -48,7 +52,7 @@ pub struct Arguments {
     #[arg(long, value_name = "NAME")]
     stage: Option<String>,
     /// The other side's provider: cpu for one graph, that of --ep for two
-    #[arg(long, value_name = "cpu|webgpu")]
+    #[arg(long, value_name = "cpu|webgpu", value_parser = other_provider)]
     against: Option<Provider>,
     /// Compare with these tensors: a folder of .npy and .safetensors (one that `viaduct verify --oracle` takes gives a
     /// bundle's inputs, too), or a .safetensors file; names are those of the graph's values
@@ -143,13 +147,26 @@ fn tolerance(text: &str) -> Result<f64, String> {
     text.parse().ok().filter(|tolerance: &f64| tolerance.is_finite() && *tolerance >= 0.0).ok_or(wrong.into())
 }
 
+/// The other side's provider is no matter of chance.
+fn other_provider(text: &str) -> Result<Provider, String> {
+    let named = text.parse().ok().filter(|provider| *provider != Provider::Auto);
+    named.ok_or_else(|| "name a provider, cpu or webgpu".to_owned())
+}
+
 /// Endings of the files that a reproduction consists of.
 const REPRODUCTION: &[&str] = &["onnx", "data", "safetensors"];
+
+/// Said of a finding that may be the reference's fault.
+const DOUBTFUL_ON_CPU: &str = "the graph has MatMulNBits in f16 with accuracy_level 4, behind which ONNX Runtime's CPU provider may lose values unless its optimisations are all on: see whether the finding stays with --optimise all (docs/bisect.md)";
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     check(arguments)?;
     let a = Located::open(&arguments.a, arguments)?;
     let b = arguments.b.as_deref().map(|path| Located::open(path, arguments)).transpose()?;
+    check_names(&arguments.dim, [Some(&a), b.as_ref()].into_iter().flatten().map(|graph| &graph.model))?;
+    if a.stage.is_none() {
+        check_no_picture(arguments)?;
+    }
     let given = arguments.inputs.as_deref().map(TensorFiles::open).transpose()?;
     let oracle = arguments.oracle.as_deref().map(TensorFiles::open).transpose()?;
     let mut progress = Progress::new(arguments.progress.progress);
@@ -162,7 +179,11 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     } else {
         verdict::table(&report)
     })?;
-    Ok(report.check()?)
+    let unwritten = report.found.as_ref().and_then(|found| found.reproduction.as_ref()?.unwritten.clone());
+    match unwritten {
+        Some(problem) => report.check().context(problem),
+        None => Ok(report.check()?),
+    }
 }
 
 fn usage(message: impl Into<String>) -> anyhow::Error {
@@ -171,13 +192,22 @@ fn usage(message: impl Into<String>) -> anyhow::Error {
 
 fn check(arguments: &Arguments) -> anyhow::Result<()> {
     arguments.device.check()?;
-    if arguments.against == Some(Provider::Auto) {
-        return Err(usage("--against auto: name a provider, cpu or webgpu"));
+    if let Some(out) = &arguments.out {
+        model_folder::check_target(&arguments.a, out, REPRODUCTION, arguments.force)?;
     }
-    match &arguments.out {
-        Some(out) => Ok(model_folder::check_target(&arguments.a, out, REPRODUCTION, arguments.force)?),
-        None => Ok(()),
+    let out = arguments.out.clone().unwrap_or_else(|| folder_name("").into());
+    Ok(model_folder::check_writable(&out)?)
+}
+
+/// Refuses what says something of a picture: a graph of its own draws none.
+fn check_no_picture(arguments: &Arguments) -> anyhow::Result<()> {
+    if arguments.prompt.is_some() {
+        return Err(usage("--prompt is for bundles; give a graph --inputs"));
     }
+    if arguments.size.asked() != [None, None] {
+        return Err(usage("--size is for bundles; bind a graph's sizes with --dim"));
+    }
+    Ok(())
 }
 
 /// A graph of the command line.
@@ -266,17 +296,25 @@ impl Comparison<'_> {
         let arguments = self.arguments;
         let picture = self.picture()?;
         let Prepared { a, sizes, b, probe_bytes } = self.prepare(picture, listener)?;
-        let (inputs_a, invented) = self.inputs(&a, &sizes, picture, listener)?;
+        self.check_given(&a, b.as_ref().map(|(b, _)| b))?;
+        let recorded = self.recorded(picture, listener)?;
+        let Inputs { tensors: inputs_a, mut invented } = self.inputs('A', &a, &sizes, &recorded)?;
         let inputs_b = match &b {
             Some((b, sizes)) => {
-                let known = |name: &str| Ok(inputs_a.get(name).cloned());
-                inputs(&b.model.graph, sizes, &known, arguments.seed)?.tensors
+                let made = self.inputs('B', b, sizes, &inputs_a)?;
+                invented.extend(made.invented);
+                made.tensors
             }
             None => Tensors::new(),
         };
+        if !invented.is_empty() {
+            let names = invented.join(", ");
+            listener.on_event(Event::note(format!("noise from seed {}: {names}", arguments.seed)));
+        }
         let limits = Limits { probe_bytes, exhaustive: arguments.exhaustive };
         let options = options(arguments, self.devices.a.device().provider, limits);
         let names = self.names();
+        let is_doubtful = self.is_doubtful(&a, b.as_ref().map_or(&a, |(b, _)| b));
         let side_b = match (&self.oracle, &b, &mut self.devices.b) {
             (Some(tensors), ..) => Other::Tensors(tensors),
             (None, Some((subject, _)), Some(runtime)) => {
@@ -288,6 +326,9 @@ impl Comparison<'_> {
         let side_a = OnDevice { subject: &a, runtime: &mut self.devices.a, inputs: &inputs_a };
         let mut report = bisect(side_a, side_b, names, &options, listener)?;
         report.invented_inputs = invented;
+        if is_doubtful && report.found.is_some() {
+            listener.on_event(Event::note(DOUBTFUL_ON_CPU));
+        }
         Ok(report)
     }
 
@@ -299,7 +340,7 @@ impl Comparison<'_> {
     ) -> anyhow::Result<Prepared> {
         let arguments = self.arguments;
         let form = Form { as_is: arguments.as_is, optimisation: arguments.optimise.optimisation() };
-        let sizes = self.sizes(&self.a, picture)?;
+        let (sizes, sizes_b) = self.both_sizes(picture)?;
         let place = self.place(&self.devices.a, listener);
         let (a, predicted) = prepare(&self.a.name, self.a.model.clone(), &sizes, &place, form)?;
         let bytes = probe_bytes(place.budget, predicted);
@@ -307,9 +348,8 @@ impl Comparison<'_> {
             return Ok(Prepared { a, sizes, b: None, probe_bytes: bytes });
         };
         let place = self.place(runtime, listener);
-        let (b, predicted) = match &self.b {
-            Some(located) => {
-                let sizes = self.sizes(located, picture)?;
+        let (b, predicted) = match self.b.as_ref().zip(sizes_b) {
+            Some((located, sizes)) => {
                 let (b, predicted) = prepare(&located.name, located.model.clone(), &sizes, &place, form)?;
                 (Some((b, sizes)), predicted)
             }
@@ -343,9 +383,19 @@ impl Comparison<'_> {
         Ok(folder.map(Oracle::open).transpose()?)
     }
 
+    /// Sizes of both graphs. A symbol of one counts for the other, too, where inputs of the same name have it.
+    fn both_sizes(&self, picture: Option<SizesRequest>) -> anyhow::Result<(Sizes, Option<Sizes>)> {
+        let mut sizes = self.sizes(&self.a, picture)?;
+        let Some(b) = &self.b else { return Ok((sizes, None)) };
+        let mut sizes_b = self.sizes(b, picture)?;
+        let (graph_a, graph_b) = (&self.a.model.graph, &b.model.graph);
+        bind_by_graph(graph_a, graph_b, &sizes_b, &mut sizes);
+        bind_by_graph(graph_b, graph_a, &sizes, &mut sizes_b);
+        Ok((sizes, Some(sizes_b)))
+    }
+
     /// Sizes of a graph's symbols: those that are typed, those of a bundle's picture, those of given tensors.
     fn sizes(&self, graph: &Located, picture: Option<SizesRequest>) -> anyhow::Result<Sizes> {
-        check_names(&self.arguments.dim, [&graph.model].into_iter())?;
         let mut sizes = match (&graph.stage, picture) {
             (Some((bundle, _)), Some(picture)) => bundle.sizes(&picture)?,
             _ => Sizes::new(),
@@ -357,29 +407,45 @@ impl Comparison<'_> {
         Ok(sizes)
     }
 
-    /// Inputs of the first graph, and the names of those that are noise.
+    /// Whether a side is on the CPU provider, which may compute its graph wrongly.
+    fn is_doubtful(&self, a: &Subject, b: &Subject) -> bool {
+        let sides = [(a, Some(&self.devices.a)), (b, self.devices.b.as_ref())];
+        sides.into_iter().any(|(subject, runtime)| {
+            runtime.is_some_and(|runtime| runtime.device().provider == Provider::Cpu)
+                && needs_optimisation_on_cpu(subject)
+        })
+    }
+
+    /// Refuses files none of whose tensors is an input.
+    fn check_given(&self, a: &Subject, b: Option<&Subject>) -> anyhow::Result<()> {
+        let Some(files) = &self.given else { return Ok(()) };
+        let graphs = [Some(a), b].into_iter().flatten().map(|subject| &subject.model.graph);
+        let names: BTreeSet<&str> =
+            graphs.flat_map(|graph| graph.inputs.iter().map(|id| graph[*id].name.as_str())).collect();
+        if names.is_empty() || names.iter().any(|name| files.has(name)) {
+            return Ok(());
+        }
+        let names = names.into_iter().collect::<Vec<_>>().join(", ");
+        let path = files.path().display();
+        Err(usage(format!("--inputs {path}: none of its tensors is an input; the inputs are {names}")))
+    }
+
+    /// Inputs of a graph: what is known of them already, what files have, else noise.
     fn inputs(
-        &mut self,
+        &self,
+        side: char,
         subject: &Subject,
         sizes: &Sizes,
-        picture: Option<SizesRequest>,
-        listener: &mut dyn Listener,
-    ) -> anyhow::Result<(Tensors, Vec<String>)> {
-        let recorded = self.recorded(picture, listener)?;
+        known: &Tensors,
+    ) -> anyhow::Result<Inputs> {
         let files: Vec<&TensorFiles> = self.given.iter().chain(&self.oracle).collect();
-        let known = |name: &str| {
-            if let Some(tensor) = recorded.get(name) {
-                return Ok(Some(tensor.clone()));
-            }
-            let file = files.iter().find(|file| file.has(name));
-            file.map_or(Ok(None), |file| file.tensor(name).map_err(BisectError::from))
+        let known = |name: &str| match known.get(name) {
+            Some(tensor) => Ok(Some(tensor.clone())),
+            None => files.iter().find(|file| file.has(name)).map_or(Ok(None), |file| file.tensor(name)),
         };
-        let made = inputs(&subject.model.graph, sizes, &known, self.arguments.seed)?;
-        if !made.invented.is_empty() {
-            let names = made.invented.join(", ");
-            listener.on_event(Event::note(format!("noise from seed {}: {names}", self.arguments.seed)));
-        }
-        Ok((made.tensors, made.invented))
+        let graph = || format!("graph {side} ({})", subject.name);
+        inputs(&subject.model.graph, sizes, &known, self.arguments.seed)
+            .map_err(|source| BisectError::Input { graph: graph(), source }.into())
     }
 
     /// Inputs from a picture's run, where one is asked for; the reference draws it as far as there is a choice.
@@ -392,8 +458,7 @@ impl Comparison<'_> {
         let asked = match (&reference, &self.arguments.prompt, picture) {
             (Some(oracle), ..) => Picture::Oracle(oracle),
             (None, Some(prompt), Some(size)) => Picture::Asked { prompt, size, seed: self.arguments.seed },
-            (None, Some(_), None) => return Err(usage("--prompt is for bundles; give a graph --inputs")),
-            (None, None, _) => return Ok(Tensors::new()),
+            (None, ..) => return Ok(Tensors::new()),
         };
         let located = self.b.as_ref().unwrap_or(&self.a);
         let Some((bundle, stage)) = &located.stage else { return Ok(Tensors::new()) };

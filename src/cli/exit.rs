@@ -10,7 +10,7 @@ use viaduct_export::{
 use crate::{
     atomic_file::FileError,
     bench::BenchError,
-    bisect::{BisectError, Parted},
+    bisect::{BisectError, InputError, Parted},
     calibrate::CalibrationError,
     pipeline::{dump::DumpError, flux2::Flux2Error, schedule::ScheduleError, size::SizeError},
     plan::{OverBudget, PlanError},
@@ -99,11 +99,8 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
 /// Transparent variants stand in the chain for the error inside them.
 fn bisect_code(error: &BisectError) -> Option<u8> {
     match error {
-        BisectError::InputType { .. }
-        | BisectError::InputShape { .. }
-        | BisectError::Unbound { .. }
-        | BisectError::GivenShape { .. }
-        | BisectError::NothingInCommon { .. } => Some(USAGE),
+        BisectError::Input { source: InputError::Tensors(_), .. } => Some(FAILED),
+        BisectError::Input { .. } | BisectError::NothingInCommon { .. } => Some(USAGE),
         BisectError::Runtime(e) => code_of_link(e),
         BisectError::Pipeline(e) => code_of_link(e),
         BisectError::Size(e) => code_of_link(e),
@@ -118,6 +115,7 @@ fn file_code(error: &FileError) -> u8 {
     match error {
         FileError::Exists(_)
         | FileError::NotRegular(_)
+        | FileError::NotAFolder(_)
         | FileError::Foreign { .. }
         | FileError::SourceInside(_) => USAGE,
         _ => FAILED,

@@ -26,6 +26,9 @@ pub fn check_target(source: &Path, out: &Path, endings: &[&str], force: bool) ->
     if inside.is_some_and(|(folder, out)| folder.starts_with(out)) {
         return Err(FileError::SourceInside(out.to_owned()));
     }
+    if !out.is_dir() {
+        return Err(FileError::NotAFolder(out.to_owned()));
+    }
     for entry in fs::read_dir(out).map_err(failed)? {
         let entry = entry.map_err(failed)?;
         let path = entry.path();
@@ -35,6 +38,13 @@ pub fn check_target(source: &Path, out: &Path, endings: &[&str], force: bool) ->
         }
     }
     Ok(())
+}
+
+/// Refuses a target that could not be made, before anything is computed for it. It leaves nothing behind.
+pub fn check_writable(out: &Path) -> Result<(), FileError> {
+    let above = folder_of(out).ancestors().find(|folder| folder.exists()).unwrap_or(Path::new("."));
+    let writable = tempfile::tempfile_in(above).map(drop);
+    writable.map_err(|source| FileError::Write { path: out.to_owned(), source })
 }
 
 /// Writes each part to `<part>.onnx` and its data beside it. The folder appears when all are complete; one of that name

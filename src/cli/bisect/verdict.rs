@@ -4,35 +4,42 @@ use crate::bisect::{Difference, Finding, Operand, Report, Reproduction};
 
 /// The report as people read it.
 pub fn table(report: &Report) -> String {
-    let Report { a, b, values, compared, probes, other_shape, found, .. } = report;
+    let Report { a, b, values, compared, probes, other_shape, nothing_in, found, .. } = report;
     let mut lines = vec![format!("a: {a}"), format!("b: {b}")];
     if !other_shape.is_empty() {
-        lines.push(format!("not compared, because their shapes differ: {}", other_shape.join(", ")));
+        lines.push(format!("not compared, because their shapes differ: {}", names(other_shape)));
     }
     match found {
-        None => lines.push(format!("no difference above the tolerance over {compared} values")),
+        None if nothing_in.is_empty() => {
+            lines.push(format!("no difference above the tolerance over {compared} values"));
+        }
+        None => lines.push(format!(
+            "no difference above the tolerance over {compared} values, of which {} are empty or nothing but NaN",
+            nothing_in.len()
+        )),
         Some(finding) => lines.extend(of_finding(finding)),
     }
     let runs = if *probes == 1 { "run" } else { "runs" };
-    lines.push(format!("compared {compared} of {values} values in {probes} {runs} of each side\n"));
-    lines.iter().map(|line| printable(line)).collect::<Vec<_>>().join("\n")
+    lines.push(format!("compared {compared} of {values} values in {probes} {runs} of each side"));
+    lines.iter().map(|line| format!("{}\n", escaped(line))).collect()
 }
 
 fn of_finding(finding: &Finding) -> Vec<String> {
     let Finding { node, difference, between, .. } = finding;
     let domain = if node.domain.is_empty() { String::new() } else { format!("{}.", node.domain) };
-    let mut lines = vec![format!("{} {} ({domain}{})", finding.how(), node.name, node.op_type)];
+    let mut lines =
+        vec![format!("{} {} ({domain}{})", finding.how(), short(&node.name), short(&node.op_type))];
     for (name, value) in &node.attributes {
         lines.push(format!("  attribute {name} = {value}"));
     }
     lines.extend(node.inputs.iter().map(|operand| line("takes", operand)));
     lines.extend(node.outputs.iter().map(|operand| line("gives", operand)));
-    lines.push(format!("  at {}: {}", finding.value, numbers(difference)));
+    lines.push(format!("  at {}: {}", short(&finding.value), numbers(difference)));
     if between.len() > 1 {
         let agreeing =
-            if finding.agreeing.is_empty() { "the inputs".into() } else { finding.agreeing.join(", ") };
+            if finding.agreeing.is_empty() { "the inputs".into() } else { names(&finding.agreeing) };
         lines.push(format!("  one of the {} nodes between {agreeing} and it:", between.len()));
-        lines.extend(between.iter().map(|node| format!("    {node}")));
+        lines.extend(between.iter().map(|node| format!("    {}", short(node))));
     }
     if !finding.confirmed {
         lines.push("  looked at alone it agrees: what the provider computes depends on what is shown".into());
@@ -46,7 +53,9 @@ fn of_finding(finding: &Finding) -> Vec<String> {
             "  no node up to it differs by itself: small differences add up, most of them made by".into(),
         );
         lines.extend(
-            contributions.iter().map(|made| format!("    {}: {}", made.node, made.difference.in_words())),
+            contributions
+                .iter()
+                .map(|made| format!("    {}: {}", short(&made.node), made.difference.in_words())),
         );
     }
     lines.extend(finding.reproduction.iter().flat_map(of_reproduction));
@@ -54,10 +63,13 @@ fn of_finding(finding: &Finding) -> Vec<String> {
 }
 
 fn of_reproduction(reproduction: &Reproduction) -> Vec<String> {
-    let Reproduction { folder, command, shows, difference } = reproduction;
+    let Reproduction { folder, command, shows, difference, unwritten } = reproduction;
     let outcome =
         if *shows { "alone it differs, too" } else { "alone, on the other side's inputs, it agrees" };
     let outcome = format!("{outcome} ({})", difference.in_words());
+    if let Some(problem) = unwritten {
+        return vec![format!("no reproduction ({problem}): {outcome}")];
+    }
     vec![format!("reproduction in {}: {outcome}", folder.display()), format!("  {command}")]
 }
 
@@ -66,7 +78,7 @@ fn line(role: &str, operand: &Operand) -> String {
     let kind = if *kind == "value" { String::new() } else { format!(" ({kind})") };
     let compared =
         difference.as_ref().map_or_else(String::new, |difference| format!(": {}", numbers(difference)));
-    format!("  {role} {name}{kind} {dtype} [{}]{compared}", shape.join(","))
+    format!("  {role} {}{kind} {dtype} [{}]{compared}", short(name), shape.join(","))
 }
 
 fn numbers(difference: &Difference) -> String {
@@ -74,7 +86,43 @@ fn numbers(difference: &Difference) -> String {
     format!("{outcome}, {} (tolerance {:.0e})", difference.in_words(), difference.tolerance)
 }
 
-/// Names come from anyone's graphs.
-fn printable(line: &str) -> String {
-    line.replace(|c: char| c.is_control() && c != '\n', "\u{fffd}")
+/// Names come from anyone's graphs: what would steer a terminal, or turn the direction of writing, is escaped.
+fn escaped(text: &str) -> String {
+    let mut safe = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c.is_control()
+            || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+        {
+            true => safe.extend(c.escape_default()),
+            false => safe.push(c),
+        }
+    }
+    safe
+}
+
+/// A name that takes no more than a part of a line: its beginning and its end.
+fn short(name: &str) -> String {
+    const LONGEST: usize = 96;
+    let name: Vec<char> = escaped(name).chars().collect();
+    if name.len() <= LONGEST {
+        return name.into_iter().collect();
+    }
+    let (head, tail) = (&name[..LONGEST / 2], &name[name.len() - LONGEST / 2..]);
+    head.iter().chain(&['.'; 3]).chain(tail).collect()
+}
+
+fn names(names: &[String]) -> String {
+    names.iter().map(|name| short(name)).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_stay_in_their_line() {
+        assert_eq!(short("a\nb\u{1b}[31m\u{202e}"), r"a\nb\u{1b}[31m\u{202e}");
+        let long = short(&format!("first{}last", "x".repeat(4000)));
+        assert!(long.len() < 100 && long.starts_with("first") && long.ends_with("last"), "{long}");
+    }
 }
