@@ -139,7 +139,7 @@ fn persist(temporary: NamedTempFile, path: &Path, existing: Existing) -> Result<
 }
 
 /// Makes the new name itself survive a power cut, where the system can.
-fn sync_directory(directory: &Path) -> io::Result<()> {
+pub(crate) fn sync_directory(directory: &Path) -> io::Result<()> {
     if cfg!(unix) { File::open(directory)?.sync_all() } else { Ok(()) }
 }
 

@@ -332,6 +332,47 @@ fn differences_add_up_behind_a_node_that_is_not_paired() {
     assert!(!found["adds_up"].as_array().unwrap().is_empty(), "{found:#}");
 }
 
+/// A fault beside the main path, too small to be seen on it until a difference of nearly equal values makes it large. What lies
+/// before is too much to be compared as a whole, so that the value at fault is looked at only when it is found.
+#[test]
+fn a_fault_that_no_probe_looked_at_is_found() {
+    const WIDTH: usize = 1 << 20;
+    let graph = |factor: f32| {
+        let mut graph = Builder::new("side");
+        let shape = [1, WIDTH].map(Dim::Fixed);
+        let x = graph.input("x", DType::F32, &shape);
+        let factor = graph.scalar(DType::F32, factor);
+        let side = graph.mul(x, factor);
+        graph.label(side, "side");
+        let share = graph.scalar(DType::F32, 1.0 / 256.0);
+        let small = graph.mul(side, share);
+        graph.label(small, "small");
+        let mut main = graph.add(x, small);
+        for step in 0..40 {
+            main = graph.op("Abs", &[main], &[]);
+            graph.label(main, &format!("main{step}"));
+        }
+        let near = graph.scalar(DType::F32, -0.9939);
+        let difference = graph.add(main, near);
+        graph.output(difference, "y", &shape);
+        graph.finish()
+    };
+    let folder = scratch();
+    let [a, b] = [("a", 1.0 + 2e-3), ("b", 1.0)].map(|(name, factor)| {
+        let path = folder.path().join(format!("{name}.onnx"));
+        write_model(&graph(factor), &path, &WriteOptions::default()).unwrap();
+        path
+    });
+    let ones = HostTensor::f32(&[1, WIDTH], vec![1.0; WIDTH]);
+    npy::write(&folder.path().join("x.npy"), Existing::Keep, &ones).unwrap();
+    let mut command = viaduct();
+    command.arg("bisect").args([&a, &b]).args(["--ep", "cpu", "--json", "--budget", "100MiB", "--inputs"]);
+    command.arg(folder.path()).arg("--out").arg(folder.path().join("found"));
+    let report = verdict(command, 3);
+    assert_eq!(report["found"]["value"], "side", "{report:#}");
+    assert!(report["compared"].as_u64() < report["values"].as_u64(), "{report:#}");
+}
+
 #[test]
 fn a_prompt_gives_the_inputs_of_a_stage() {
     let bundle = Checkpoint::klein_emoji().export("f32", &[]);

@@ -11,19 +11,17 @@ step what the f32 bundle had there (`viaduct verify`); the mean over all prompts
 import argparse
 import json
 import subprocess
+import sys
 import tempfile
-import zlib
 from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parent / "setup"))
+from check_picture import read_png  # noqa: E402
+
 PROGRAM = Path(__file__).parent.parent / "target/release/viaduct"
-# What klein-emoji knows and its calibration does not name.
-PROMPTS = (
-    "red apple", "dog face", "rocket", "pizza", "snowman", "bicycle", "crescent moon", "guitar",
-    "a fox on a blue background", "grapes", "castle", "tiger face", "umbrella", "hamburger", "sunflower", "octopus",
-    "a key on a green background", "airplane", "ghost", "strawberry", "penguin", "trophy", "bell", "heart with ribbon",
-)  # fmt: skip
+PROMPTS = Path(__file__).parent.parent / "bundles/klein-emoji/quality.txt"
 # Prompts of one command, which share a seed.
 GROUP = 8
 FIRST_SEED = 500
@@ -34,38 +32,10 @@ COMPONENTS = {
 }
 
 
-def png_pixels(path):
-    """An 8-bit RGB picture without interlacing, as viaduct writes it -> uint8 [height, width, 3]"""
-    data, chunks, at = path.read_bytes(), {}, 8
-    while at < len(data):
-        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
-        chunks[kind] = chunks.get(kind, b"") + data[at + 8 : at + 8 + length]
-        at += 12 + length
-    width, height = (int.from_bytes(chunks[b"IHDR"][i : i + 4], "big") for i in (0, 4))
-    lines = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, 1 + 3 * width)
-    above, rows = np.zeros(3 * width, np.int64), []
-    for kind, line in zip(lines[:, 0], lines[:, 1:].astype(np.int64)):
-        above = unfiltered(kind, line, above)
-        rows.append(above)
-    return np.stack(rows).astype(np.uint8).reshape(height, width, 3)
-
-
-def unfiltered(kind, line, above):
-    """A line of bytes of the PNG filter KIND; three bytes to a pixel."""
-    if kind in (0, 2):
-        return (line + (above if kind == 2 else 0)) % 256
-    row = np.zeros(len(line) + 3, np.int64)
-    for i, value in enumerate(line):
-        left, up, corner = row[i], above[i], above[i - 3] if i >= 3 else 0
-        if kind == 1:
-            guess = left
-        elif kind == 3:
-            guess = (left + up) // 2
-        else:
-            distances = [abs(up - corner), abs(left - corner), abs(left + up - 2 * corner)]
-            guess = (left, up, corner)[int(np.argmin(distances))]
-        row[i + 3] = (value + guess) % 256
-    return row[3:]
+def pixels(path):
+    """-> uint8 [height, width, 3]"""
+    width, height, samples = read_png(path)
+    return np.array(samples, np.uint8).reshape(height, width, 3)
 
 
 def run(program, *arguments):
@@ -87,7 +57,7 @@ def draw(program, bundle, prompts, folder):
         count = len(flags) // 2
         checked(run(program, "generate", "-b", bundle, "-o", out, "--seed", FIRST_SEED + group, "--in-process", "--force", *flags))
         files = [out] if count == 1 else [folder / f"{group}-{i + 1}.png" for i in range(count)]
-        pictures += [png_pixels(file) for file in files]
+        pictures += [pixels(file) for file in files]
     return np.stack(pictures) / 255.0
 
 
@@ -130,16 +100,14 @@ def parse():
     parser.add_argument("reference", type=Path, metavar="F32_BUNDLE")
     parser.add_argument("bundles", type=Path, nargs="+", metavar="BUNDLE")
     parser.add_argument("--program", type=Path, default=PROGRAM, help="%(default)s")
-    parser.add_argument("--prompts", type=Path, help="prompts, one a line; 24 that klein-emoji knows by default")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="prompts, one a line (%(default)s)")
     parser.add_argument("--oracles", type=int, default=6, help="prompts of which tensors are compared (%(default)s)")
     return parser.parse_args()
 
 
 def main():
     args = parse()
-    prompts = list(PROMPTS)
-    if args.prompts:
-        prompts = [line.strip() for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    prompts = [line.strip() for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         reference = draw(args.program, args.reference, prompts, folder)

@@ -6,6 +6,8 @@ use std::{
     path::Path,
 };
 
+use sha2::{Digest, Sha256};
+
 /// Bytes as people write checksums: two lower-case digits each.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
@@ -33,4 +35,19 @@ pub fn read_limited(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let mut content = Vec::new();
     file.take(limit).read_to_end(&mut content)?;
     Ok(content)
+}
+
+/// The SHA-256 of a file in hexadecimal digits; `progress` is told of the bytes of each part that was read.
+pub fn sha256(path: &Path, progress: &mut dyn FnMut(u64)) -> io::Result<String> {
+    const PART: usize = 1 << 20;
+    let (mut file, mut hash, mut part) = (File::open(path)?, Sha256::new(), vec![0; PART]);
+    loop {
+        match file.read(&mut part)? {
+            0 => return Ok(hex(&hash.finalize())),
+            count => {
+                hash.update(&part[..count]);
+                progress(count as u64);
+            }
+        }
+    }
 }

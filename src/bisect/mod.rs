@@ -166,6 +166,7 @@ pub fn bisect(
     }
     if let Some(found) = outcome.found {
         report.found = Some(runs.explain(found, options, !is_same_graph)?);
+        report.probes = runs.probes;
     }
     Ok(report)
 }

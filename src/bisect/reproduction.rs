@@ -2,7 +2,6 @@
 
 use std::{
     collections::HashSet,
-    fs::File,
     path::{Path, PathBuf},
 };
 
@@ -19,7 +18,10 @@ use super::{
     tensors::{Written, write_safetensors},
     units::used_by,
 };
-use crate::{atomic_file::FileError, tensor::HostTensor};
+use crate::{
+    atomic_file::{FileError, sync_directory},
+    tensor::HostTensor,
+};
 
 const MODEL: &str = "node.onnx";
 const INPUTS: &str = "inputs.safetensors";
@@ -105,7 +107,7 @@ impl Extract {
         write_safetensors(&staging.path().join(EXPECTED), &wanted)?;
         staging.publish(replace).map_err(failed)?;
         // The name must survive a power cut, too.
-        File::open(folder_of(folder)).and_then(|parent| parent.sync_all()).map_err(failed)?;
+        sync_directory(folder_of(folder)).map_err(failed)?;
         Ok(())
     }
 }

@@ -119,8 +119,9 @@ impl Runs<'_> {
             let alone = self.alone(found.unit, options.limits.probe_bytes)?;
             let culprit =
                 alone.iter().filter(|(_, difference)| !difference.agrees()).map(|(unit, _)| *unit).min();
-            match culprit.map(|unit| Found { unit, ..found }) {
-                Some(earlier) => {
+            match culprit {
+                Some(unit) => {
+                    let earlier = self.earlier(found, unit)?;
                     shown = self.extract(earlier)?;
                     finding = self.finding(earlier);
                 }
@@ -137,6 +138,15 @@ impl Runs<'_> {
         Ok(finding)
     }
 
+    /// A finding at a value before another's, which is compared now: the search leaves out what would take many probes.
+    fn earlier(&mut self, found: Found, unit: usize) -> Result<Found, BisectError> {
+        if self.differences[unit].is_none() {
+            self.agree(&[unit])?;
+        }
+        let unseen_before = self.differences[..unit].iter().filter(|difference| difference.is_none()).count();
+        Ok(Found { unit, unseen_before, ..found })
+    }
+
     fn finding(&self, found: Found) -> Finding {
         let Subject { model, shapes, .. } = self.a.subject;
         let graph = &model.graph;
@@ -144,13 +154,18 @@ impl Runs<'_> {
         let between = self.between(found);
         let made_by = between[between.len() - 1];
         let sources = &self.units.units[found.unit].sources;
+        let agrees = |unit: &&usize| self.differences[**unit].as_ref().is_some_and(Difference::agrees);
         Finding {
             value: self.name(found.unit).to_owned(),
             other: self.units.seen[found.unit].other.clone(),
             difference: self.differences[found.unit].clone().expect("what was found was compared"),
             node: NodeOutline::of(graph, shapes, made_by, &difference),
             between: between.iter().map(|id| label(graph, *id)).collect(),
-            agreeing: sources.iter().map(|unit| self.name(*unit).to_owned()).collect(),
+            agreeing: sources
+                .iter()
+                .filter(|unit| agrees(unit))
+                .map(|unit| self.name(*unit).to_owned())
+                .collect(),
             confirmed: found.confirmed,
             unseen_before: found.unseen_before,
             adds_up: None,

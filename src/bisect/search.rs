@@ -186,8 +186,8 @@ impl<C: Compare> Search<'_, C> {
         self.limits.exhaustive || self.probes((0..unit).collect()).len() <= THOROUGH_PROBES
     }
 
-    /// Looks at a value and its sources once more, together where one probe holds them. If one of these parts, that is where to go on; else whether
-    /// the value still does.
+    /// Looks at a value and its sources once more, together where one probe holds them. If one of these parts, that is where
+    /// to go on; else whether the value still does.
     fn confirm(&mut self, unit: usize) -> Result<(Option<usize>, bool), C::Error> {
         let mut together = self.units[unit].sources.clone();
         together.push(unit);

@@ -50,9 +50,11 @@ impl TensorFiles {
             return Ok(files);
         }
         let io = |source| TensorsError::Io { path: path.to_owned(), source };
-        for entry in fs::read_dir(path).map_err(io)? {
-            files.add(&entry.map_err(io)?.path())?;
-        }
+        let entries = fs::read_dir(path).map_err(io)?.map(|entry| Ok(entry?.path()));
+        let mut paths = entries.collect::<Result<Vec<_>, _>>().map_err(io)?;
+        // Of files that share a tensor's name, the same one counts each time.
+        paths.sort();
+        paths.iter().try_for_each(|path| files.add(path))?;
         match files.npy.is_empty() && files.safetensors.is_empty() {
             true => Err(TensorsError::Empty(path.to_owned())),
             false => Ok(files),

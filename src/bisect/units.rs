@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 use viaduct_export::{
-    onnx::{DType, Graph, Model, Node, NodeId, ValueId, ValueType},
+    onnx::{DType, Graph, Links, Model, Node, NodeId, ValueId, ValueType},
     shapes::Shapes,
 };
 
@@ -27,6 +27,7 @@ pub struct Units {
     pub seen: Vec<Seen>,
     pub units: Vec<Unit>,
     of_value: HashMap<ValueId, usize>,
+    links: Links,
 }
 
 impl Units {
@@ -37,7 +38,8 @@ impl Units {
         let outputs: HashSet<ValueId> = graph.outputs.iter().copied().collect();
         let largest = graph.nodes().flat_map(|(_, node)| node.outputs.iter().flatten());
         let largest = largest.filter_map(|id| shapes.bytes(*id)).max().unwrap_or(UNKNOWN_BYTES);
-        let mut units = Units { seen: Vec::new(), units: Vec::new(), of_value: HashMap::new() };
+        let mut units =
+            Units { seen: Vec::new(), units: Vec::new(), of_value: HashMap::new(), links: graph.links() };
         // What a value that cannot be looked at stands for.
         let mut behind: HashMap<ValueId, BTreeSet<usize>> = HashMap::new();
         for (_, node) in graph.nodes() {
@@ -74,14 +76,13 @@ impl Units {
 
     /// Nodes between a value and what can be looked at before it, in order; the last makes the value.
     pub fn between(&self, graph: &Graph, value: ValueId) -> Vec<NodeId> {
-        let links = graph.links();
         let mut found = BTreeSet::new();
         let mut open = vec![value];
         while let Some(next) = open.pop() {
             if next != value && self.of_value.contains_key(&next) {
                 continue;
             }
-            let Some(id) = links.producer(next) else { continue };
+            let Some(id) = self.links.producer(next) else { continue };
             if found.insert(id) {
                 open.extend(used_by(graph, &graph[id]));
             }

@@ -64,8 +64,9 @@ pub fn lower(
     settings: &Settings,
 ) -> Result<Lowered, LowerError> {
     let mut lowered = Lowered::default();
-    let plans = attentions(model, dims, device, settings)?;
-    let norms = settings.written_head_norms(device).map(|rows| head_norms(model, dims, rows));
+    let known = Known { model, dims, inferred: OnceCell::new() };
+    let plans = attentions(&known, device, settings)?;
+    let norms = settings.written_head_norms(device).map(|rows| head_norms(&known, rows));
     for plan in plans {
         lowered.attention.push(plan.outcome());
         if let Form::Written(written) = &plan.form {
@@ -118,13 +119,11 @@ impl Plan {
 
 /// Every attention of the graph and what becomes of it.
 fn attentions(
-    model: &Model,
-    dims: &BTreeMap<String, usize>,
+    known: &Known<'_>,
     device: &DeviceProfile,
     settings: &Settings,
 ) -> Result<Vec<Plan>, LowerError> {
-    let known = Known { model, dims, inferred: OnceCell::new() };
-    let nodes = model.graph.nodes().filter(|(_, node)| node.is_contrib("MultiHeadAttention"));
+    let nodes = known.model.graph.nodes().filter(|(_, node)| node.is_contrib("MultiHeadAttention"));
     nodes
         .map(|(id, node)| {
             // Devices are tested with the operator without a mask only.
@@ -134,7 +133,7 @@ fn attentions(
                 true => Form::Fused,
                 false => {
                     let limit = settings.score_bytes(device, rows);
-                    Form::Written(written(node, &known, limit)?)
+                    Form::Written(written(node, known, limit)?)
                 }
             };
             Ok(Plan { node: id, name: node.name.clone(), form })
@@ -143,14 +142,13 @@ fn attentions(
 }
 
 /// The norms of heads [1, rows, heads, d] over so many rows that can be written out.
-fn head_norms(model: &Model, dims: &BTreeMap<String, usize>, least_rows: usize) -> Vec<(NodeId, HeadNorm)> {
-    let known = Known { model, dims, inferred: OnceCell::new() };
+fn head_norms(known: &Known<'_>, least_rows: usize) -> Vec<(NodeId, HeadNorm)> {
     let norm = |(id, node): (NodeId, &Node)| {
-        let norm = HeadNorm::of(&model.graph, node, |x| known.dtype(x))?;
+        let norm = HeadNorm::of(&known.model.graph, node, |x| known.dtype(x))?;
         let long = known.rank(norm.x) == Some(4) && known.size(norm.x, 1)? >= least_rows;
         long.then_some((id, norm))
     };
-    model.graph.nodes().filter_map(norm).collect()
+    known.model.graph.nodes().filter_map(norm).collect()
 }
 
 fn written(node: &Node, known: &Known<'_>, limit: u64) -> Result<Written, LowerError> {

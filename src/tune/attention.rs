@@ -10,9 +10,9 @@ use viaduct_export::{
 
 use super::{
     Scale,
-    micro_run::{best_seconds, noise},
+    micro_run::{best_seconds, compute_dtype, lowered, noise},
 };
-use crate::runtime::{Runtime, RuntimeError, Settings, lower};
+use crate::runtime::{Runtime, RuntimeError};
 
 /// Layers of the graph that is timed, so that reading a row back counts for little.
 const LAYERS: usize = 3;
@@ -44,7 +44,7 @@ pub(super) fn times(
     let profile = runtime.device().profile();
     let mut times = Vec::new();
     for rows in scale.rows.iter().copied() {
-        let whole = score_bytes(scale, rows, dtype(&profile));
+        let whole = score_bytes(scale, rows, compute_dtype(&profile));
         if whole > profile.max_binding || whole.saturating_mul(4) > profile.memory {
             continue;
         }
@@ -84,21 +84,15 @@ fn seconds(
     let tuning =
         Tuning { fused_attention: true, attention: forms.to_vec(), pending_dispatches, ..Tuning::default() };
     let profile = DeviceProfile { tuning, ..runtime.device().profile() };
-    let dtype = dtype(&profile);
+    let dtype = compute_dtype(&profile);
     let mut model = graph(scale, rows, dtype);
-    let unfit = |e| RuntimeError::Lower { stage: NAME.to_owned(), source: Box::new(e) };
-    lower(&mut model, &profile, &Default::default(), &[], &Settings::default()).map_err(unfit)?;
+    lowered(NAME, &mut model, &profile)?;
     let shape = [1, rows, scale.heads * scale.head_size];
     let inputs = [("q", 1), ("k", 2), ("v", 3)].map(|(name, seed)| (name, noise(&shape, seed, dtype)));
     best_seconds(runtime, NAME, model, &inputs, pending_dispatches)
 }
 
 const NAME: &str = "attention";
-
-/// The type in which attention is computed on the device.
-fn dtype(profile: &DeviceProfile) -> DType {
-    if profile.f16 { DType::F16 } else { DType::F32 }
-}
 
 /// Attentions one after the other; one row of the last is the output.
 fn graph(scale: &Scale, rows: usize, dtype: DType) -> Model {

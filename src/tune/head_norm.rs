@@ -4,15 +4,15 @@ use serde::Serialize;
 use viaduct_export::{
     device::DeviceProfile,
     memory::PENDING_DISPATCHES,
-    onnx::{Attribute, Builder, DType, Dim, Model, Tensor},
+    onnx::{Attribute, Builder, DType, Dim, Model},
     tuning::Tuning,
 };
 
 use super::{
     Scale,
-    micro_run::{best_seconds, noise},
+    micro_run::{best_seconds, compute_dtype, floats, lowered, noise},
 };
-use crate::runtime::{Runtime, RuntimeError, Settings, lower};
+use crate::runtime::{Runtime, RuntimeError};
 
 /// Norms of the graph that is timed.
 const LAYERS: usize = 8;
@@ -52,23 +52,21 @@ fn seconds(
     written_head_norms: Option<usize>,
 ) -> Result<f64, RuntimeError> {
     let profile = runtime.device().profile();
-    let dtype = if profile.f16 { DType::F16 } else { DType::F32 };
+    let dtype = compute_dtype(&profile);
     let mut model = graph(scale, rows, dtype);
-    lowered(&mut model, profile, written_head_norms)?;
+    in_form(&mut model, profile, written_head_norms)?;
     let inputs = [("x", noise(&[1, rows, scale.heads, scale.head_size], 1, dtype))];
     Ok(best_seconds(runtime, NAME, model, &inputs, PENDING_DISPATCHES)? / LAYERS as f64)
 }
 
-/// The graph with its norms of heads in the form.
-pub(super) fn lowered(
+/// Brings the graph's norms of heads into a form.
+pub(super) fn in_form(
     model: &mut Model,
-    mut profile: DeviceProfile,
+    profile: DeviceProfile,
     written_head_norms: Option<usize>,
 ) -> Result<(), RuntimeError> {
-    profile.tuning = Tuning { written_head_norms, ..Tuning::default() };
-    let unfit = |e| RuntimeError::Lower { stage: NAME.to_owned(), source: Box::new(e) };
-    lower(model, &profile, &Default::default(), &[], &Settings::default()).map_err(unfit)?;
-    Ok(())
+    let tuning = Tuning { written_head_norms, ..Tuning::default() };
+    lowered(NAME, model, &DeviceProfile { tuning, ..profile })
 }
 
 /// Norms one after the other; one row of the last is the output.
@@ -76,12 +74,7 @@ fn graph(scale: &Scale, rows: usize, dtype: DType) -> Model {
     let mut graph = Builder::new(NAME);
     let Scale { heads, head_size, .. } = *scale;
     let mut x = graph.input("x", dtype, &[1, rows, heads, head_size].map(Dim::Fixed));
-    let ones = vec![1.0; head_size];
-    let ones = match dtype {
-        DType::F16 => Tensor::from_f16(&[head_size], &ones),
-        _ => Tensor::from_f32(&[head_size], &ones),
-    };
-    let weight = graph.small_constant(ones);
+    let weight = graph.small_constant(floats(dtype, &vec![1.0; head_size]));
     let attributes = [("axis", Attribute::Int(-1)), ("epsilon", Attribute::Float(1e-6))];
     for _ in 0..LAYERS {
         x = graph.op("RMSNormalization", &[x, weight], &attributes);

@@ -8,7 +8,7 @@ use viaduct_export::{
 
 use super::{
     Scale,
-    micro_run::{best_seconds, noise},
+    micro_run::{best_seconds, compute_dtype, floats, noise},
 };
 use crate::runtime::{Runtime, RuntimeError};
 
@@ -43,7 +43,7 @@ pub fn ceiling(runtime: &mut Runtime) -> Result<f64, RuntimeError> {
 
 fn rate(runtime: &mut Runtime, scale: &Scale, format: [usize; 3]) -> Result<LinearRate, RuntimeError> {
     let [rows, width] = scale.linear;
-    let dtype = if runtime.device().f16 { DType::F16 } else { DType::F32 };
+    let dtype = compute_dtype(&runtime.device().profile());
     let inputs = [("x", noise(&[1, rows, width], 1, dtype))];
     let model = graph(scale, format, dtype);
     let seconds = best_seconds(runtime, "linear layers", model, &inputs, PENDING_DISPATCHES)?;
@@ -74,11 +74,7 @@ fn graph(scale: &Scale, [bits, block, accuracy_level]: [usize; 3], dtype: DType)
         let shape = [outputs, blocks, block * bits / 8];
         let bytes = (0..shape.iter().product()).map(|i: usize| codes(i + index)).collect();
         let weight = graph.constant(&format!("codes{index}"), Tensor::inline(DType::U8, &shape, bytes));
-        let steps = vec![step; outputs * blocks];
-        let steps = match dtype {
-            DType::F16 => Tensor::from_f16(&[steps.len()], &steps),
-            _ => Tensor::from_f32(&[steps.len()], &steps),
-        };
+        let steps = floats(dtype, &vec![step; outputs * blocks]);
         let scales = graph.constant(&format!("scales{index}"), steps);
         let y = graph.contrib("MatMulNBits", &[x, weight, scales], &attributes);
         graph.slice(y, 1, 0, 1)

@@ -2,10 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use viaduct_export::onnx::{DType, Model};
+use viaduct_export::{
+    device::DeviceProfile,
+    onnx::{DType, Model, Tensor},
+};
 
 use crate::{
-    runtime::{Runtime, RuntimeError},
+    runtime::{Runtime, RuntimeError, Settings, lower},
     tensor::{HostTensor, Values},
 };
 
@@ -61,4 +64,24 @@ pub(super) fn noise(shape: &[usize], seed: u32, dtype: DType) -> HostTensor {
         }
         _ => HostTensor::f32(shape, values),
     }
+}
+
+/// The type in which graphs compute on the device.
+pub(super) fn compute_dtype(profile: &DeviceProfile) -> DType {
+    if profile.f16 { DType::F16 } else { DType::F32 }
+}
+
+/// A constant vector of that type.
+pub(super) fn floats(dtype: DType, values: &[f32]) -> Tensor {
+    match dtype {
+        DType::F16 => Tensor::from_f16(&[values.len()], values),
+        _ => Tensor::from_f32(&[values.len()], values),
+    }
+}
+
+/// Fits a graph to the device as it is tuned.
+pub(super) fn lowered(name: &str, model: &mut Model, profile: &DeviceProfile) -> Result<(), RuntimeError> {
+    let unfit = |e| RuntimeError::Lower { stage: name.to_owned(), source: Box::new(e) };
+    lower(model, profile, &Default::default(), &[], &Settings::default()).map_err(unfit)?;
+    Ok(())
 }

@@ -6,7 +6,10 @@ use viaduct_export::{
     onnx::{Attribute, Builder, DType, Dim, Model, Tensor, ValueId},
 };
 
-use super::{head_norm, micro_run::noise};
+use super::{
+    head_norm,
+    micro_run::{compute_dtype, floats, noise},
+};
 use crate::{
     runtime::{DeviceKind, Runtime, RuntimeError},
     tensor::HostTensor,
@@ -79,7 +82,7 @@ fn test(runtime: &mut Runtime, case: Case) -> Result<SelfTest, RuntimeError> {
 /// The norm of large values as [`crate::runtime::lower`] writes it out.
 fn written_norm(runtime: &mut Runtime) -> Result<SelfTest, RuntimeError> {
     let mut case = norm_of_large_values();
-    head_norm::lowered(&mut case.model, runtime.device().profile(), Some(1))?;
+    head_norm::in_form(&mut case.model, runtime.device().profile(), Some(1))?;
     let tested = test(runtime, case)?;
     Ok(SelfTest {
         name: format!("{}, written out", tested.name),
@@ -241,7 +244,7 @@ fn large_sums(runtime: &Runtime) -> Case {
     const ROWS: usize = 256;
     const WIDTH: usize = 512;
     const BLOCK: usize = 32;
-    let dtype = if runtime.device().f16 { DType::F16 } else { DType::F32 };
+    let dtype = compute_dtype(&runtime.device().profile());
     // Half of the inputs add 400 each, the other half takes it away again.
     let row = (0..WIDTH).map(|i| if i < WIDTH / 2 { 400.0 } else { -400.0 });
     let x: Vec<f32> = (0..ROWS).flat_map(|_| row.clone()).collect();
@@ -254,11 +257,8 @@ fn large_sums(runtime: &Runtime) -> Case {
             // The code 129 is one step above zero, and a step is 1.
             let codes = Tensor::inline(DType::U8, &[WIDTH, WIDTH / BLOCK, BLOCK], vec![129; WIDTH * WIDTH]);
             let ones = vec![1.0; WIDTH * WIDTH / BLOCK];
-            let scales = match dtype {
-                DType::F16 => Tensor::from_f16(&[ones.len()], &ones),
-                _ => Tensor::from_f32(&[ones.len()], &ones),
-            };
-            let (codes, scales) = (graph.constant("codes", codes), graph.constant("scales", scales));
+            let scales = graph.constant("scales", floats(dtype, &ones));
+            let codes = graph.constant("codes", codes);
             let attributes =
                 [("K", WIDTH), ("N", WIDTH), ("bits", 8), ("block_size", BLOCK), ("accuracy_level", 4)];
             let attributes = attributes.map(|(name, value)| (name, Attribute::Int(value as i64)));

@@ -2,12 +2,9 @@
 
 use std::{
     collections::BTreeMap,
-    fs::{self, File},
-    io::{self, Read},
+    fs, io,
     path::{Component, Path, PathBuf},
 };
-
-use sha2::{Digest, Sha256};
 
 use super::{
     FORMAT, FileEntry, MANIFEST, Manifest, Stage,
@@ -15,7 +12,7 @@ use super::{
 };
 use crate::{
     arch::flux2::imported::contract::{ContractError, Role, adapt},
-    files::hex,
+    files::sha256,
     onnx::{Model, ReadError, read_model},
     passes::{self, PassError},
 };
@@ -184,18 +181,7 @@ impl Bundle {
     fn verify_hash(&self, entry: &FileEntry, progress: &mut dyn FnMut(u64)) -> Result<(), BundleError> {
         let path = self.path(&entry.path)?;
         let io = |source| BundleError::Io { path: path.clone(), source };
-        let mut file = File::open(&path).map_err(io)?;
-        let mut hash = Sha256::new();
-        let mut buffer = vec![0; 1 << 20];
-        loop {
-            let count = file.read(&mut buffer).map_err(io)?;
-            if count == 0 {
-                break;
-            }
-            hash.update(&buffer[..count]);
-            progress(count as u64);
-        }
-        let found = hex(&hash.finalize());
+        let found = sha256(&path, progress).map_err(io)?;
         if found != entry.sha256 {
             return Err(BundleError::Hash { path, expected: entry.sha256.clone(), found });
         }

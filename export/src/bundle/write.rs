@@ -1,13 +1,10 @@
 //! Export: checkpoint folder in, bundle folder out, whole or not at all.
 
 use std::{
-    fs,
-    io::{self, Read},
+    fs, io,
     path::{Path, PathBuf},
     sync::Arc,
 };
-
-use sha2::{Digest, Sha256};
 
 use super::{
     Bundle, BundleError, FORMAT, MANIFEST, Manifest, Origin,
@@ -21,7 +18,7 @@ use crate::{
         flux2::imported::contract::{ContractError, Role},
     },
     bytes::ByteSize,
-    files::hex,
+    files::sha256,
     onnx::{ReadError, WriteError, written_bytes},
     passes::PassError,
     quant::QuantError,
@@ -153,8 +150,10 @@ pub fn export(
     let mut profile = recipe.profile(request.profile)?.clone();
     let target = Target { out: request.out, force: request.force };
     target.check(&[request.source])?;
+    // Hashed before the work, so that a file that cannot be read fails at once.
+    let calibration_sha256 = request.calibration.map(sha256_of).transpose()?;
     let calibration = request.calibration.map(Calibration::open).transpose()?.map(Arc::new);
-    let authored = |profile: &Precision| {
+    let author = |profile: &Precision| {
         (architecture.author)(&Authoring {
             source: Source::Checkpoint(request.source),
             recipe: &recipe,
@@ -163,13 +162,12 @@ pub fn export(
             fault: request.fault,
         })
     };
-    let mut stages = authored(&profile)?;
+    let mut authored = author(&profile)?;
     if let Some(target) = request.target_bytes {
-        let bytes = bundle_bytes(&stages, request.source)?;
-        profile = allocate(&profile, &stages.stages, bytes, target)?;
-        stages = authored(&profile)?;
+        let bytes = bundle_bytes(&authored, request.source)?;
+        profile = allocate(&profile, &authored.stages, bytes, target)?;
+        authored = author(&profile)?;
     }
-    let authored = stages;
     recipe.profiles.insert(request.profile.to_owned(), profile);
     progress(ExportEvent::Total { bytes: authored_bytes(&authored) });
 
@@ -190,7 +188,7 @@ pub fn export(
         writer: WRITER.to_owned(),
         source: origin_of(request.source, &recipe),
         profile: request.profile.to_owned(),
-        calibration: request.calibration.map(sha256_of).transpose()?,
+        calibration: calibration_sha256,
         parameters: authored.parameters,
         stages,
         files: writer.files,
@@ -237,16 +235,7 @@ fn origin_of(source: &Path, recipe: &Recipe) -> Origin {
 }
 
 fn sha256_of(path: &Path) -> Result<String, ExportError> {
-    let io = |source| ExportError::Io { path: path.to_owned(), source };
-    let mut hash = Sha256::new();
-    let mut file = fs::File::open(path).map_err(io)?;
-    let mut part = vec![0; 1 << 20];
-    loop {
-        match file.read(&mut part).map_err(io)? {
-            0 => return Ok(hex(&hash.finalize())),
-            count => hash.update(&part[..count]),
-        }
-    }
+    sha256(path, &mut |_| ()).map_err(|source| ExportError::Io { path: path.to_owned(), source })
 }
 
 /// Bytes that the bundle will take, with some to spare for its manifest.

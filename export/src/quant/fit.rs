@@ -80,17 +80,17 @@ pub struct Misfit {
 impl Fitting {
     /// Refuses statistics of another number of inputs.
     pub(super) fn check(&self, k: usize) -> Result<(), QuantError> {
-        match self {
-            Fitting::Search(Some(gram)) | Fitting::Feedback(gram) if gram.inputs() != k => {
-                Err(QuantError::Inputs { expected: k, found: gram.inputs() })
-            }
-            _ => Ok(()),
-        }
+        self.gram().map_or(Ok(()), |gram| gram.check(k))
     }
 
     pub(super) fn release(&self) {
-        if let Fitting::Search(Some(gram)) | Fitting::Feedback(gram) = self {
-            gram.release();
+        self.gram().into_iter().for_each(Gram::release);
+    }
+
+    fn gram(&self) -> Option<&Gram> {
+        match self {
+            Fitting::Nearest | Fitting::Search(None) => None,
+            Fitting::Search(Some(gram)) | Fitting::Feedback(gram) => Some(gram),
         }
     }
 
@@ -99,7 +99,11 @@ impl Fitting {
         match self {
             Fitting::Nearest => quantize_tensor(weights, format),
             Fitting::Search(gram) => search(weights, format, gram.as_ref()),
-            Fitting::Feedback(gram) => Ok(feedback(weights, format, gram)?.0),
+            Fitting::Feedback(gram) => {
+                let (shape, bytes) = read_matrix(weights)?;
+                gram.check(shape[1])?;
+                Ok(feedback(weights, shape, &bytes, format, &gram.factors()?)?.0)
+            }
         }
     }
 }
@@ -107,8 +111,9 @@ impl Fitting {
 /// How far the outputs are off with weights in a format that are fitted with feedback.
 pub fn misfit(weights: &Tensor, format: &BlockFormat, gram: &Gram) -> Result<Misfit, QuantError> {
     let ([n, k], bytes) = read_matrix(weights)?;
-    let (_, errors) = feedback(weights, format, gram)?;
+    gram.check(k)?;
     let factors = gram.factors()?;
+    let (_, errors) = feedback(weights, [n, k], &bytes, format, &factors)?;
     let energy = |first: usize| {
         let lanes = Lanes::read(weights, &bytes, [first, LANES.min(n - first)], k, format);
         let windows = factors.iter().zip(lanes.values.chunks(WINDOW));
@@ -122,12 +127,12 @@ fn search(weights: &Tensor, format: &BlockFormat, gram: Option<&Gram>) -> Result
     let ([n, k], bytes) = read_matrix(weights)?;
     let padded = format.blocks(k) * format.block;
     let mut counts = match gram {
-        Some(gram) => gram.diagonal()?,
+        Some(gram) => {
+            gram.check(k)?;
+            gram.diagonal()?
+        }
         None => vec![1.0; k],
     };
-    if counts.len() != k {
-        return Err(QuantError::Inputs { expected: k, found: counts.len() });
-    }
     // What pads the last block is never multiplied.
     counts.resize(padded, 0.0);
     let task = |first: usize, mut rows: RowsMut<'_>| {
@@ -150,19 +155,18 @@ fn search(weights: &Tensor, format: &BlockFormat, gram: Option<&Gram>) -> Result
     Ok(in_tasks([n, k], format, LANES, task)?.0)
 }
 
-/// The matrix, and how far the outputs of each task's rows are off.
+/// The matrix, and how far the outputs of each task's rows are off; the factors are those of its inputs.
 fn feedback(
     weights: &Tensor,
+    [n, k]: [usize; 2],
+    bytes: &[u8],
     format: &BlockFormat,
-    gram: &Gram,
+    factors: &[Factor],
 ) -> Result<(Quantized, Vec<f64>), QuantError> {
-    let ([n, k], bytes) = read_matrix(weights)?;
     format.check()?;
-    Fitting::Feedback(gram.clone()).check(k)?;
-    let factors = gram.factors()?;
     let task = |first: usize, mut rows: RowsMut<'_>| {
         let count = LANES.min(n - first);
-        let mut lanes = Lanes::read(weights, &bytes, [first, count], k, format);
+        let mut lanes = Lanes::read(weights, bytes, [first, count], k, format);
         let mut error = 0.0;
         for (index, factor) in factors.iter().enumerate() {
             error += lanes.fit(factor, index * WINDOW, first, format)?;

@@ -43,6 +43,14 @@ impl Gram {
         self.0.shape[0]
     }
 
+    /// Refuses another number of inputs.
+    pub(super) fn check(&self, k: usize) -> Result<(), QuantError> {
+        match self.inputs() {
+            inputs if inputs == k => Ok(()),
+            found => Err(QuantError::Inputs { expected: k, found }),
+        }
+    }
+
     /// Gives back the mapped pages.
     pub(super) fn release(&self) {
         self.0.bytes.release();
