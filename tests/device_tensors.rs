@@ -21,7 +21,7 @@ use viaduct::{
     tensor::HostTensor,
 };
 use viaduct_export::{
-    arch::SizesRequest,
+    arch::{SizesRequest, TextRows},
     bundle::{Bundle, Stages},
     shapes::Sizes,
 };
@@ -164,7 +164,9 @@ fn the_cpu_provider_leaves_nothing_on_a_device() {
 }
 
 fn sizes(bundle: &Bundle, side: usize) -> Sizes {
-    bundle.sizes(&SizesRequest { width: side, height: side, steps: 1, halvings: 0 }).unwrap()
+    bundle
+        .sizes(&SizesRequest { width: side, height: side, steps: 1, halvings: 0, text: TextRows::all(512) })
+        .unwrap()
 }
 
 /// Numbers as any, for an input of the first decoder stage.

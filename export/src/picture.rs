@@ -37,10 +37,11 @@ pub struct Size {
     width: usize,
     height: usize,
     /// Pixels per latent token, per side.
-    multiple: usize,
+    token: usize,
 }
 
 impl Size {
+    /// Sides are multiples of a latent token's.
     pub fn new(width: usize, height: usize, multiple: usize) -> Result<Size, SizeError> {
         for (name, value) in [("width", width), ("height", height)] {
             if value == 0 || value > MAX_SIDE {
@@ -55,7 +56,14 @@ impl Size {
         if width.saturating_mul(height) > MAX_PIXELS {
             return Err(SizeError::TooManyPixels { width, height });
         }
-        Ok(Size { width, height, multiple })
+        Ok(Size { width, height, token: multiple })
+    }
+
+    /// The largest size up to that asked for whose sides are multiples of `multiple`, which is one of `token`, the pixels
+    /// per latent token.
+    pub fn floored(width: usize, height: usize, multiple: usize, token: usize) -> Result<Size, SizeError> {
+        let floor = |side: usize| if side < multiple { side } else { side / multiple * multiple };
+        Ok(Size { token, ..Size::new(floor(width), floor(height), multiple)? })
     }
 
     pub fn width(self) -> usize {
@@ -68,7 +76,7 @@ impl Size {
 
     /// Latent tokens per column and per row: height, width.
     pub fn grid(self) -> [usize; 2] {
-        [self.height / self.multiple, self.width / self.multiple]
+        [self.height / self.token, self.width / self.token]
     }
 
     /// Latent tokens.

@@ -1,7 +1,7 @@
 //! Operations of FLUX.2 Klein 4B at full size, against figures that were worked out by hand from its dimensions.
 
 use viaduct_export::{
-    arch::SizesRequest,
+    arch::{SizesRequest, TextRows},
     bundle::{Outline, OutlineRequest, OutlineSource, Stages},
     flops::flops,
     shapes::infer,
@@ -9,7 +9,7 @@ use viaduct_export::{
 
 /// 10^12 operations of a stage at a square size.
 fn tera(outline: &Outline, stage: &str, side: usize) -> f64 {
-    let request = SizesRequest { width: side, height: side, steps: 4, halvings: 0 };
+    let request = SizesRequest { width: side, height: side, steps: 4, halvings: 0, text: TextRows::all(512) };
     let model = outline.model(stage).unwrap();
     let counted = flops(&model, &infer(&model, &outline.sizes(&request).unwrap(), &Default::default()));
     assert!(counted.is_complete(), "{stage}: {:?}", counted.unknown);

@@ -11,7 +11,7 @@ use std::{
 use checkpoint_keys::published;
 use serde_json::Value as Json;
 use viaduct_export::{
-    arch::{MAX_STEPS, SizesError, SizesRequest},
+    arch::{MAX_STEPS, SizesError, SizesRequest, TextRows},
     bundle::{Bundle, ExportError, ExportRequest, Outline, OutlineRequest, OutlineSource, Stages, export},
     onnx::{DType, Dim, Graph, Model, ValueId, ValueType, WriteOptions, write_model_with},
 };
@@ -243,7 +243,7 @@ fn recipes_ask_for_the_published_tensors() {
 #[test]
 fn a_full_size_model_has_its_sizes_and_lengths() {
     let outline = outline("flux2-klein-4b", "q4", &[]).unwrap();
-    let request = SizesRequest { width: 1024, height: 1024, steps: 4, halvings: 0 };
+    let request = SizesRequest { width: 1024, height: 1024, steps: 4, halvings: 0, text: TextRows::all(512) };
     let sizes = outline.sizes(&request).unwrap();
     assert_eq!((sizes["image_seq"], sizes["joint_seq"], sizes["kv_rows"]), (4096, 4608, 16384));
     let transformer = outline.model("transformer").unwrap();
@@ -255,7 +255,7 @@ fn a_full_size_model_has_its_sizes_and_lengths() {
 #[test]
 fn illegal_pictures_have_no_sizes() {
     let outline = outline("flux2-klein-4b", "q8", &[]).unwrap();
-    let legal = SizesRequest { width: 1024, height: 1024, steps: 4, halvings: 4 };
+    let legal = SizesRequest { width: 1024, height: 1024, steps: 4, halvings: 4, text: TextRows::all(512) };
     assert_eq!(outline.sizes(&legal).unwrap()["chunk_rows"], 64);
     let refused = |request: SizesRequest| outline.sizes(&request).unwrap_err();
     for width in [0, 1000, 16400, usize::MAX] {

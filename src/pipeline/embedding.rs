@@ -8,7 +8,7 @@ use std::{
 
 use half::f16;
 use memmap2::Mmap;
-use viaduct_export::arch::flux2::parameters::{Embedding, EmbeddingType};
+use viaduct_export::arch::parameters::{Embedding, EmbeddingType};
 
 use crate::tensor::{HostTensor, Values};
 

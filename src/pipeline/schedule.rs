@@ -1,6 +1,6 @@
 //! Sigmas, the Euler step and the time embedding of flow matching, rounded as diffusers rounds them.
 
-pub use viaduct_export::arch::flux2::parameters::TimeOrder;
+pub use viaduct_export::arch::parameters::TimeOrder;
 
 use crate::tensor::{HostTensor, Values};
 

@@ -5,6 +5,8 @@
 pub mod author;
 pub mod blocks;
 pub mod flux2;
+pub mod parameters;
+pub mod qwen_image;
 
 use std::{path::Path, sync::Arc};
 
@@ -103,6 +105,24 @@ pub struct SizesRequest {
     pub steps: usize,
     /// Times that the chunks of query rows are halved of an attention which the host drives: slower, with less memory.
     pub halvings: u32,
+    /// Of the longest prompt.
+    pub text: TextRows,
+}
+
+/// Rows that a prompt takes, in families that do not fill all prompts up to one length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TextRows {
+    /// Of the text encoder.
+    pub encoded: usize,
+    /// Of them, those that the transformer reads.
+    pub read: usize,
+}
+
+impl TextRows {
+    /// The transformer reads all that is encoded.
+    pub fn all(rows: usize) -> TextRows {
+        TextRows { encoded: rows, read: rows }
+    }
 }
 
 /// Why a request has no sizes.

@@ -1,6 +1,6 @@
 //! The image decoder: stages that the host drives one after the other, its middle attention a chunk of rows at a time.
 
-use viaduct_export::arch::flux2::form::ChunkedAttention;
+use viaduct_export::arch::parameters::ChunkedAttention;
 
 use super::{Flux2, Flux2Error, Request, misshapen, shaped};
 use crate::{

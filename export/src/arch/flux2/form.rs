@@ -5,6 +5,7 @@ use serde_json::Value;
 
 use super::{imported::Imported, parameters::Parameters};
 use crate::{
+    arch::parameters::{ChunkedAttention, DecoderChain},
     picture::{Size, SizeError},
     shapes::Sizes,
 };
@@ -14,26 +15,6 @@ use crate::{
 pub enum Form {
     Authored(Parameters),
     Imported(Imported),
-}
-
-/// How the stages of the image decoder follow each other.
-#[derive(Clone, Copy, Debug)]
-pub struct DecoderChain {
-    /// The stage that takes the latents, and its output that the next one takes.
-    pub first: [&'static str; 2],
-    /// The attention that the host drives, if there is one.
-    pub attention: Option<ChunkedAttention>,
-}
-
-/// The decoder's middle attention, a chunk of query rows at a time.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct ChunkedAttention {
-    /// Query rows per run, where the plan does not ask for fewer.
-    pub rows: usize,
-    /// Whether every chunk must have that many.
-    pub fixed: bool,
-    /// What the host multiplies the queries with.
-    pub q_factor: f32,
 }
 
 impl Form {

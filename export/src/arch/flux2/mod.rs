@@ -18,11 +18,13 @@ use serde::Deserialize;
 use self::{
     config::Config,
     form::Form,
-    parameters::{Embedding, EmbeddingType, MAX_TEXT_LENGTH, Parameters, TextIds, TimeOrder},
+    parameters::{MAX_TEXT_LENGTH, Parameters, TextIds},
 };
 use super::{
-    Authored, Authoring, MAX_STEPS, RawFile, SizesError, SizesRequest, StageGraph, author::AuthorError,
+    Authored, Authoring, MAX_STEPS, RawFile, SizesError, SizesRequest, StageGraph, TextRows,
+    author::AuthorError,
     blocks::rope::Pairing,
+    parameters::{Embedding, EmbeddingType, TimeOrder},
 };
 use crate::{
     recipe::{CONFIGS, Compute, RecipeError},
@@ -124,7 +126,13 @@ pub fn sizes(parameters: &serde_json::Value, request: &SizesRequest) -> Result<S
 pub fn usual(parameters: &serde_json::Value) -> Result<SizesRequest, SizesError> {
     let form = checked(parameters)?;
     let [width, height] = form.default_size();
-    Ok(SizesRequest { width, height, steps: form.steps(), halvings: 0 })
+    Ok(SizesRequest {
+        width,
+        height,
+        steps: form.steps(),
+        halvings: 0,
+        text: TextRows::all(form.text_length()),
+    })
 }
 
 fn checked(parameters: &serde_json::Value) -> Result<Form, SizesError> {

@@ -2,7 +2,14 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{arch::MAX_STEPS, picture::Size, shapes::Sizes};
+use crate::{
+    arch::{
+        MAX_STEPS,
+        parameters::{Embedding, TimeOrder},
+    },
+    picture::Size,
+    shapes::Sizes,
+};
 
 /// The most rows that a text may have: its mask is quadratic.
 pub const MAX_TEXT_LENGTH: usize = 1 << 13;
@@ -29,22 +36,6 @@ pub struct Text {
     pub embedding: Embedding,
 }
 
-/// A row-major table [rows, width] in a file of the bundle, read row by row on the host.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Embedding {
-    pub file: String,
-    pub dtype: EmbeddingType,
-    pub rows: usize,
-    pub width: usize,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum EmbeddingType {
-    F32,
-    F16,
-}
-
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Transformer {
     /// Channels of a packed latent token.
@@ -59,15 +50,6 @@ pub struct Transformer {
     pub time_channels: usize,
     pub time_order: TimeOrder,
     pub text_ids: TextIds,
-}
-
-/// Which half of the time embedding comes first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum TimeOrder {
-    /// FLUX.2 (`flip_sin_to_cos`).
-    CosFirst,
-    SinFirst,
 }
 
 /// The last coordinate of a text token.

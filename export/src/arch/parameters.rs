@@ -1,0 +1,48 @@
+//! Parts of a bundle's parameters that several families have.
+
+use serde::{Deserialize, Serialize};
+
+/// A row-major table [rows, width] in a file of the bundle, read row by row on the host.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Embedding {
+    pub file: String,
+    pub dtype: EmbeddingType,
+    pub rows: usize,
+    pub width: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EmbeddingType {
+    F32,
+    F16,
+}
+
+/// Which half of the time embedding comes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TimeOrder {
+    /// FLUX.2 (`flip_sin_to_cos`).
+    CosFirst,
+    SinFirst,
+}
+
+/// How the stages of the image decoder follow each other.
+#[derive(Clone, Copy, Debug)]
+pub struct DecoderChain {
+    /// The stage that takes the latents, and its output that the next one takes.
+    pub first: [&'static str; 2],
+    /// The attention that the host drives, if there is one.
+    pub attention: Option<ChunkedAttention>,
+}
+
+/// The decoder's middle attention, a chunk of query rows at a time.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ChunkedAttention {
+    /// Query rows per run, where the plan does not ask for fewer.
+    pub rows: usize,
+    /// Whether every chunk must have that many.
+    pub fixed: bool,
+    /// What the host multiplies the queries with.
+    pub q_factor: f32,
+}
