@@ -2,7 +2,14 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::arch::parameters::{Embedding, TimeOrder};
+use crate::{
+    arch::{
+        SizesRequest,
+        parameters::{Embedding, TimeOrder},
+    },
+    picture::{Size, SizeError},
+    shapes::Sizes,
+};
 
 /// Parameters of a Qwen-Image-2.1 bundle.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -96,4 +103,24 @@ pub struct Shift {
     pub max: f64,
     /// The last level before 0; none where levels are not stretched.
     pub terminal: Option<f64>,
+}
+
+impl Parameters {
+    /// What the pipeline computes with before a graph could object.
+    pub fn check(&self) -> Result<(), String> {
+        Ok(())
+    }
+
+    /// The picture that is drawn where so many pixels are asked for.
+    pub fn size(&self, width: usize, height: usize) -> Result<Size, SizeError> {
+        Size::floored(width, height, self.vae.multiple, self.vae.pixels_per_token)
+    }
+
+    /// Sizes of all symbols of all stages.
+    pub fn sizes(&self, size: Size, request: &SizesRequest) -> Sizes {
+        Sizes::from([
+            ("image_seq".to_owned(), size.tokens()),
+            ("encoded_seq".to_owned(), request.text.encoded),
+        ])
+    }
 }
