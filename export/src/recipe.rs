@@ -19,6 +19,8 @@ const RECIPES: &[(&str, &str)] = &[
     ("flux2-klein", include_str!("../recipes/flux2-klein.toml")),
     ("flux2-klein-4b", include_str!("../recipes/flux2-klein-4b.toml")),
     ("flux2-klein-9b", include_str!("../recipes/flux2-klein-9b.toml")),
+    ("qwen-image-2.1", include_str!("../recipes/qwen-image-2.1.toml")),
+    ("qwen-image-2.1-turbo", include_str!("../recipes/qwen-image-2.1-turbo.toml")),
 ];
 /// The section that states what the config files of the recipe's published checkpoint say.
 pub const CONFIGS: &str = "configs";

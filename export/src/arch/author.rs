@@ -44,11 +44,18 @@ pub struct Author<'a> {
     pub graph: Builder,
     weights: &'a Checkpoint,
     pub precision: &'a Precision,
+    lender: Option<&'a Model>,
 }
 
 impl<'a> Author<'a> {
     pub fn new(name: &str, weights: &'a Checkpoint, precision: &'a Precision) -> Author<'a> {
-        Author { graph: Builder::new(name), weights, precision }
+        Author { graph: Builder::new(name), weights, precision, lender: None }
+    }
+
+    /// Takes weights that a graph has which was authored from the same weights with the same precision, so that
+    /// they are stored once.
+    pub fn sharing(self, lender: Option<&'a Model>) -> Author<'a> {
+        Author { lender, ..self }
     }
 
     pub fn finish(self) -> Model {
@@ -62,11 +69,21 @@ impl<'a> Author<'a> {
 
     /// A small weight (norm, bias) as a constant of the given type.
     pub fn weight(&mut self, name: &str, shape: &[usize], dtype: DType) -> Result<ValueId, AuthorError> {
-        if let Some(id) = self.graph.find(name) {
+        if let Some(id) = self.existing(name) {
             return Ok(id);
         }
         let tensor = self.tensor(name, shape, dtype)?;
         Ok(self.graph.constant(name, tensor))
+    }
+
+    /// A constant that this graph has already, or that it takes from the one that lends.
+    fn existing(&mut self, name: &str) -> Option<ValueId> {
+        if let Some(id) = self.graph.find(name) {
+            return Some(id);
+        }
+        let lender = &self.lender?.graph;
+        let tensor = lender[lender.find(name)?].constant.clone()?;
+        Some(self.graph.constant(name, tensor))
     }
 
     /// A weight as a tensor of the given floating-point type, not yet in the graph.
@@ -135,9 +152,14 @@ impl<'a> Author<'a> {
     /// MatMul with the weight transposed to [inputs, outputs] when it is written. Where the stored type differs from
     /// that of `x`, the product is computed in f32.
     fn plain_matmul(&mut self, x: ValueId, weight: Matrix, stored: DType) -> Result<ValueId, AuthorError> {
-        let tensor = in_tensor(&weight.name, quant::cast(weight.tensor, stored))?;
-        let tensor = in_tensor(&weight.name, quant::transpose(tensor))?;
-        let weight = self.graph.constant(&weight.name, tensor);
+        let weight = match self.existing(&weight.name) {
+            Some(id) => id,
+            None => {
+                let tensor = in_tensor(&weight.name, quant::cast(weight.tensor, stored))?;
+                let tensor = in_tensor(&weight.name, quant::transpose(tensor))?;
+                self.graph.constant(&weight.name, tensor)
+            }
+        };
         let like = self.graph.dtype(x);
         let math = if stored == like { like } else { DType::F32 };
         let (x, weight) = (self.graph.cast(x, math), self.graph.cast(weight, math));
@@ -159,13 +181,14 @@ impl<'a> Author<'a> {
             symmetric: self.precision.symmetric,
             scale: self.graph.dtype(x),
         };
-        let names = ["codes", "scales", "zero_points"];
-        let fitting = self.fitting(&weight.name)?;
-        let parts = quant::quantized_initializers(weight.tensor, &format, fitting);
-        let parts = in_tensor(&weight.name, parts)?;
+        let names = ["codes", "scales", "zero_points"].map(|part| format!("{}.{part}", weight.name));
         let mut operands = vec![x];
-        for (part, tensor) in names.iter().zip(parts) {
-            operands.push(self.graph.constant(&format!("{}.{part}", weight.name), tensor));
+        operands.extend(names.iter().map_while(|name| self.existing(name)));
+        if operands.len() == 1 {
+            let fitting = self.fitting(&weight.name)?;
+            let parts = quant::quantized_initializers(weight.tensor, &format, fitting);
+            let parts = in_tensor(&weight.name, parts)?;
+            operands.extend(names.iter().zip(parts).map(|(name, part)| self.graph.constant(name, part)));
         }
         let attributes = [
             ("K", Attribute::Int(inputs as i64)),

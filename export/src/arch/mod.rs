@@ -78,13 +78,47 @@ pub struct RawFile {
     pub dtype: DType,
 }
 
+/// A folder of the checkpoint of which the runner needs files as they are.
+#[derive(Clone, Debug)]
+pub struct CopiedFolder {
+    pub from: String,
+    /// Its name in the bundle.
+    pub to: String,
+    pub files: CopiedFiles,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CopiedFiles {
+    All,
+    /// `tokenizer.json`, and smaller JSON files beside it.
+    Tokenizer,
+}
+
+impl CopiedFolder {
+    /// All files of a folder, under its own name.
+    pub fn whole(name: &str) -> CopiedFolder {
+        CopiedFolder { from: name.to_owned(), to: name.to_owned(), files: CopiedFiles::All }
+    }
+}
+
+impl CopiedFiles {
+    /// Whether a file of that name and length is one of them.
+    pub fn contain(self, name: &str, bytes: u64) -> bool {
+        /// Of a setting; `vocab.json` repeats what `tokenizer.json` has.
+        const SMALL: u64 = 1 << 20;
+        match self {
+            CopiedFiles::All => true,
+            CopiedFiles::Tokenizer => name == "tokenizer.json" || name.ends_with(".json") && bytes <= SMALL,
+        }
+    }
+}
+
 /// What an architecture authored.
 pub struct Authored {
     /// In the order in which they run.
     pub stages: Vec<StageGraph>,
     pub raw_files: Vec<RawFile>,
-    /// Folders of the checkpoint that the runner needs as they are.
-    pub copied_folders: Vec<String>,
+    pub copied_folders: Vec<CopiedFolder>,
     /// The family's parameters for the runner, stored in `bundle.json`.
     pub parameters: serde_json::Value,
 }
@@ -94,6 +128,8 @@ pub struct Authored {
 pub enum ArchError {
     #[error(transparent)]
     Flux2(#[from] flux2::Flux2Error),
+    #[error(transparent)]
+    QwenImage(#[from] qwen_image::QwenImageError),
 }
 
 /// What is to be drawn, as far as the sizes of a bundle's symbols depend on it.
@@ -141,6 +177,8 @@ pub enum SizesError {
     Parameters { family: &'static str, problem: String },
     #[error(transparent)]
     Picture(#[from] SizeError),
+    #[error("a prompt of {encoded} tokens, {read} of them read: this model takes 1 to {most}")]
+    Text { encoded: usize, read: usize, most: usize },
     #[error("{steps} steps: a picture takes 1 to {MAX_STEPS}")]
     Steps { steps: usize },
 }
@@ -164,15 +202,26 @@ pub struct Architecture {
     pub sizes: fn(&serde_json::Value, &SizesRequest) -> Result<Sizes, SizesError>,
 }
 
-pub const ARCHITECTURES: &[Architecture] = &[Architecture {
-    family: "flux2",
-    default_recipe: "flux2-klein",
-    detects: flux2::detects,
-    author: |request| Ok(flux2::author(request)?),
-    author_decoder: |request, cuts| Ok(flux2::author_decoder(request, cuts)?),
-    usual: flux2::usual,
-    sizes: flux2::sizes,
-}];
+pub const ARCHITECTURES: &[Architecture] = &[
+    Architecture {
+        family: "flux2",
+        default_recipe: "flux2-klein",
+        detects: flux2::detects,
+        author: |request| Ok(flux2::author(request)?),
+        author_decoder: |request, cuts| Ok(flux2::author_decoder(request, cuts)?),
+        usual: flux2::usual,
+        sizes: flux2::sizes,
+    },
+    Architecture {
+        family: "qwen-image",
+        default_recipe: "qwen-image-2.1",
+        detects: qwen_image::detects,
+        author: |request| Ok(qwen_image::author(request)?),
+        author_decoder: |request, cuts| Ok(qwen_image::author_decoder(request, cuts)?),
+        usual: qwen_image::usual,
+        sizes: qwen_image::sizes,
+    },
+];
 
 /// The architecture of a bundle's family, by the name in its manifest.
 pub fn architecture(family: &str) -> Option<&'static Architecture> {

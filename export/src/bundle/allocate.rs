@@ -4,7 +4,7 @@
 //! them, by the statistics of its inputs, after fitting. The bits of the weight that loses most error for the bytes are raised, and so on
 //! until nothing fits.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use regex::escape;
 
@@ -83,9 +83,14 @@ fn best(candidates: &[Candidate], room: u64) -> Option<(usize, u64)> {
 /// Every weight that feedback fits, by name. The parts of one weight share its bits.
 fn candidates(stages: &[StageGraph]) -> Result<Vec<Candidate>, ExportError> {
     let mut candidates: BTreeMap<String, Candidate> = BTreeMap::new();
+    // Stages may share a weight, which is stored once.
+    let mut seen = HashSet::new();
     for stage in stages {
         for (name, quantized) in quantized(&stage.model) {
             let Fitting::Feedback(gram) = &quantized.fitting else { continue };
+            if !seen.insert(std::ptr::from_ref(quantized)) {
+                continue;
+            }
             let misfit = misfit(&quantized.weights, &quantized.format, gram)
                 .map_err(|source| ExportError::Sensitivity { weight: name.to_owned(), source })?;
             quantized.release();

@@ -3,16 +3,16 @@
 use std::{
     fs::{self, File},
     io::{self, Write},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use sha2::{Digest, Sha256};
 
 use super::{ExportError, ExportEvent, FileEntry, MANIFEST, Manifest, Stage};
 use crate::{
-    arch::{RawFile, StageGraph},
+    arch::{CopiedFolder, RawFile, StageGraph},
     files::hex,
-    onnx::{Bytes, Tensor, WriteOptions, write_model_with},
+    onnx::{Bytes, Stored, Tensor, WriteOptions, write_model_beside},
     quant,
 };
 
@@ -48,6 +48,33 @@ fn row_chunks(tensor: &Tensor) -> Vec<Tensor> {
         .collect()
 }
 
+/// A file that is to be copied.
+pub(super) struct CopiedFile {
+    path: PathBuf,
+    name: String,
+    pub bytes: u64,
+}
+
+/// The plain files of a folder of `root` that are to be copied, in name order.
+pub(super) fn copied_files(root: &Path, folder: &CopiedFolder) -> Result<Vec<CopiedFile>, ExportError> {
+    let from = root.join(&folder.from);
+    let io = |path: &Path, source| ExportError::Io { path: path.to_owned(), source };
+    let entries = fs::read_dir(&from).map_err(|e| io(&from, e))?;
+    let mut files = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(|e| io(&from, e))?;
+        let path = entry.path();
+        let metadata = fs::metadata(&path).map_err(|e| io(&path, e))?;
+        let Ok(name) = entry.file_name().into_string() else { continue };
+        // Streams beside a file, as some downloads have them, are no part of a tokenizer.
+        if metadata.is_file() && !name.contains(['\\', ':']) && folder.files.contain(&name, metadata.len()) {
+            files.push(CopiedFile { path, name, bytes: metadata.len() });
+        }
+    }
+    files.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(files)
+}
+
 /// Fills the staging folder and notes every file's size and hash.
 pub(super) struct FolderWriter<'a> {
     pub folder: &'a Path,
@@ -56,17 +83,19 @@ pub(super) struct FolderWriter<'a> {
 }
 
 impl FolderWriter<'_> {
-    /// Writes graphs and streams their weights.
+    /// Writes graphs and streams their weights, those that several graphs have once.
     pub fn stages(&mut self, graphs: &[StageGraph]) -> Result<Vec<Stage>, ExportError> {
         let mut stages = Vec::new();
+        let mut stored = Stored::default();
         for stage in graphs {
             (self.progress)(ExportEvent::Stage { name: stage.name.clone() });
             let file = format!("{}.onnx", stage.name);
             let mut bytes = |n| (self.progress)(ExportEvent::Bytes(n));
-            let summary = write_model_with(
+            let summary = write_model_beside(
                 &stage.model,
                 &self.folder.join(&file),
                 &WriteOptions::default(),
+                &mut stored,
                 &mut bytes,
             )
             .map_err(|source| ExportError::Write { stage: stage.name.clone(), source })?;
@@ -104,26 +133,14 @@ impl FolderWriter<'_> {
         Ok(())
     }
 
-    /// Copies the plain files of a folder, in name order, into the bundle's folder `name`.
-    pub fn copy_folder(&mut self, from: &Path, name: &str) -> Result<(), ExportError> {
-        let folder = name;
-        let io = |source| ExportError::Io { path: from.to_owned(), source };
-        let mut entries = fs::read_dir(from).map_err(io)?.collect::<io::Result<Vec<_>>>().map_err(io)?;
-        entries.sort_by_key(|entry| entry.file_name());
-        for entry in entries {
-            let path = entry.path();
-            let io = |source| ExportError::Io { path: path.clone(), source };
-            let metadata = fs::metadata(&path).map_err(io)?;
-            let name = entry.file_name();
-            // Streams beside a file, as some downloads have them, are no part of a tokenizer.
-            if !metadata.is_file() || name.to_str().is_none_or(|name| name.contains(['\\', ':'])) {
-                continue;
+    /// Copies plain files of a folder of `root`, in name order.
+    pub fn copy_folder(&mut self, root: &Path, folder: &CopiedFolder) -> Result<(), ExportError> {
+        for CopiedFile { path, name, bytes } in copied_files(root, folder)? {
+            if bytes > MAX_COPIED_FILE {
+                return Err(ExportError::CopiedTooLarge { bytes, path });
             }
-            if metadata.len() > MAX_COPIED_FILE {
-                return Err(ExportError::CopiedTooLarge { bytes: metadata.len(), path });
-            }
-            let content = fs::read(&path).map_err(io)?;
-            self.write(&format!("{folder}/{}", name.to_string_lossy()), &content)?;
+            let content = fs::read(&path).map_err(|source| ExportError::Io { path, source })?;
+            self.write(&format!("{}/{name}", folder.to), &content)?;
         }
         Ok(())
     }

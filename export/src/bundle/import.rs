@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     arch::{
-        StageGraph,
+        CopiedFiles, CopiedFolder, StageGraph,
         flux2::{
             TextSection, VaeSection,
             imported::{
@@ -92,7 +92,8 @@ pub fn import(
     progress(ExportEvent::Staging(staging.path().to_owned()));
     let mut writer = FolderWriter { folder: staging.path(), files: Vec::new(), progress };
     let stages = writer.stages(&stages)?;
-    writer.copy_folder(request.tokenizer, TOKENIZER)?;
+    let tokenizer = CopiedFolder { from: String::new(), to: TOKENIZER.to_owned(), files: CopiedFiles::All };
+    writer.copy_folder(request.tokenizer, &tokenizer)?;
     let manifest = Manifest {
         format: FORMAT,
         family: FAMILY.to_owned(),

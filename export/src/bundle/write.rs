@@ -9,7 +9,7 @@ use std::{
 use super::{
     Bundle, BundleError, FORMAT, MANIFEST, Manifest, Origin,
     allocate::allocate,
-    folder::{FolderWriter, MAX_COPIED_FILE, write_manifest},
+    folder::{FolderWriter, MAX_COPIED_FILE, copied_files, write_manifest},
     target::Target,
 };
 use crate::{
@@ -19,7 +19,7 @@ use crate::{
     },
     bytes::ByteSize,
     files::sha256,
-    onnx::{ReadError, WriteError, written_bytes},
+    onnx::{ReadError, WriteError, constant_bytes, written_bytes},
     passes::PassError,
     quant::QuantError,
     recipe::{Chosen, Precision, Recipe, RecipeError},
@@ -60,6 +60,8 @@ pub enum ExportError {
     Arch(#[from] ArchError),
     #[error("stage '{stage}': {source}")]
     Write { stage: String, source: WriteError },
+    #[error("the size of the bundle: {0}")]
+    Measure(WriteError),
     #[error("{}: {source}", path.display())]
     Io { path: PathBuf, source: io::Error },
     #[error("{}: {bytes} bytes; a copied file may have {MAX_COPIED_FILE}", path.display())]
@@ -179,7 +181,7 @@ pub fn export(
         writer.raw(raw)?;
     }
     for folder in &authored.copied_folders {
-        writer.copy_folder(&request.source.join(folder), folder)?;
+        writer.copy_folder(request.source, folder)?;
     }
     let manifest = Manifest {
         format: FORMAT,
@@ -241,17 +243,12 @@ fn sha256_of(path: &Path) -> Result<String, ExportError> {
 /// Bytes that the bundle will take, with some to spare for its manifest.
 fn bundle_bytes(authored: &Authored, source: &Path) -> Result<u64, ExportError> {
     const MANIFEST_BYTES: u64 = 64 << 10;
-    let stages = authored.stages.iter().map(|stage| {
-        let failed = |source| ExportError::Write { stage: stage.name.clone(), source };
-        written_bytes(&stage.model).map_err(failed)
-    });
-    let stages = stages.sum::<Result<u64, ExportError>>()?;
+    let stages =
+        written_bytes(authored.stages.iter().map(|stage| &stage.model)).map_err(ExportError::Measure)?;
     let raw: u64 = authored.raw_files.iter().map(raw_bytes).sum();
     let copied = authored.copied_folders.iter().map(|folder| {
-        let path = source.join(folder);
-        let io = |source| ExportError::Io { path: path.clone(), source };
-        let sizes = fs::read_dir(&path).map_err(io)?.map(|entry| Ok(entry?.metadata()?.len()));
-        sizes.sum::<io::Result<u64>>().map_err(io)
+        let files = copied_files(source, folder)?;
+        Ok(files.iter().map(|file| file.bytes).sum::<u64>())
     });
     Ok(stages + raw + copied.sum::<Result<u64, ExportError>>()? + MANIFEST_BYTES)
 }
@@ -261,6 +258,6 @@ fn raw_bytes(raw: &RawFile) -> u64 {
 }
 
 fn authored_bytes(authored: &Authored) -> u64 {
-    let weights: u64 = authored.stages.iter().map(|stage| stage.model.constant_bytes()).sum();
+    let weights = constant_bytes(authored.stages.iter().map(|stage| &stage.model));
     weights + authored.raw_files.iter().map(raw_bytes).sum::<u64>()
 }

@@ -25,6 +25,6 @@ pub use read::{ReadError, read_graph, read_model, read_model_bytes};
 pub use tensor::{Bytes, Compute, ComputeError, DType, MappedFile, Tensor};
 pub use validate::GraphError;
 pub use write::{
-    FileSummary, WriteError, WriteOptions, WriteSummary, data_files, model_bytes, write_model,
-    write_model_with, written_bytes,
+    FileSummary, Stored, WriteError, WriteOptions, WriteSummary, constant_bytes, data_files, model_bytes,
+    write_model, write_model_beside, write_model_with, written_bytes,
 };

@@ -3,6 +3,7 @@
 use std::{
     collections::{HashMap, HashSet},
     fs, io,
+    marker::PhantomData,
     ops::Range,
     path::{Path, PathBuf},
     sync::Arc,
@@ -105,6 +106,32 @@ pub fn write_model_with(
     options: &WriteOptions,
     progress: &mut dyn FnMut(u64),
 ) -> Result<WriteSummary, WriteError> {
+    write_model_beside(model, path, options, &mut Stored::default(), progress)
+}
+
+/// The larger initializers of models in one folder, and where they lie.
+#[derive(Default)]
+pub struct Stored<'m> {
+    places: HashMap<Identity, StoredAt>,
+    /// Identities are addresses in models that must not go while others are compared with them.
+    models: PhantomData<&'m Model>,
+}
+
+/// A range of a data file.
+#[derive(Clone, Debug)]
+struct StoredAt {
+    file: String,
+    offset: u64,
+}
+
+/// Like [`write_model_with`], and refers to what models before it in the same folder have `stored` and it has, too.
+pub fn write_model_beside<'m>(
+    model: &'m Model,
+    path: &Path,
+    options: &WriteOptions,
+    stored: &mut Stored<'m>,
+    progress: &mut dyn FnMut(u64),
+) -> Result<WriteSummary, WriteError> {
     model.graph.validate()?;
     let bad_name = |reason| WriteError::BadName { file: path.to_owned(), reason };
     let name =
@@ -115,8 +142,7 @@ pub fn write_model_with(
 
     remove_abandoned(folder);
     let mut shards = Shards::new(folder, stem, options.shard_bytes);
-    let mut placed = Placed { stem, places: HashMap::new(), inline: HashMap::new() };
-    let mut shared = HashMap::new();
+    let mut placed = Placed { places: HashMap::new(), inline: HashMap::new() };
     let mut group = Group::default();
     for Job { tensor, label, initializer } in jobs(model) {
         check(tensor, &label)?;
@@ -128,17 +154,18 @@ pub fn write_model_with(
             continue;
         }
         let identity = identity(&tensor.bytes);
-        if let Some(place) = identity.as_ref().and_then(|key| shared.get(key)) {
-            placed.places.insert(tensor, *place);
+        if let Some(place) = identity.as_ref().and_then(|key| stored.places.get(key)) {
+            placed.places.insert(tensor, place.clone());
             continue;
         }
-        let place = shards.begin(tensor.bytes.len() as u64)?;
+        let Place { shard, offset } = shards.begin(tensor.bytes.len() as u64)?;
         stream(tensor, &label, &mut group, &mut |bytes| {
             shards.write(bytes)?;
             progress(bytes.len() as u64);
             Ok(())
         })?;
-        shared.extend(identity.map(|key| (key, place)));
+        let place = StoredAt { file: Shards::name(stem, shard), offset };
+        stored.places.extend(identity.map(|key| (key, place.clone())));
         placed.places.insert(tensor, place);
     }
     let bytes = encoded(encode::model(model, &mut placed)?)?;
@@ -156,11 +183,23 @@ pub fn model_bytes(model: &Model) -> Result<Vec<u8>, WriteError> {
     encoded(encode::model(model, &mut in_place)?)
 }
 
-/// Bytes of all files that [`write_model`] would write, to within the padding between two tensors. Nothing is computed.
-pub fn written_bytes(model: &Model) -> Result<u64, WriteError> {
+/// Bytes of all files that [`write_model_beside`] would write of models in one folder, to within the padding between two
+/// tensors. Nothing is computed.
+pub fn written_bytes<'m>(models: impl IntoIterator<Item = &'m Model>) -> Result<u64, WriteError> {
     let mut counted = Counted::default();
-    let graph = encode::model(model, &mut counted)?.encoded_len() as u64;
-    Ok(graph + counted.inline + counted.data)
+    let mut graphs = 0;
+    for model in models {
+        graphs += encode::model(model, &mut counted)?.encoded_len() as u64;
+    }
+    Ok(graphs + counted.inline + counted.data)
+}
+
+/// Bytes of all initializers and tensor attributes of models in one folder, those that have the same bytes once.
+pub fn constant_bytes<'m>(models: impl IntoIterator<Item = &'m Model>) -> u64 {
+    let mut seen = HashSet::new();
+    let jobs = models.into_iter().flat_map(jobs);
+    let new = jobs.filter(|job| identity(&job.tensor.bytes).is_none_or(|bytes| seen.insert(bytes)));
+    new.map(|job| job.tensor.bytes.len() as u64).sum()
 }
 
 /// Data files beside `path` that a model written there would replace, or leave without one that refers to them.
@@ -240,9 +279,12 @@ fn address(source: &Arc<dyn Compute>) -> usize {
     Arc::as_ptr(source).cast::<()>() as usize
 }
 
+/// Where bytes come from, and how many.
+type Identity = (usize, usize, usize);
+
 /// Constants with the same identity have the same bytes and are written once. Weights that two nodes share often
 /// come as two initializers over one range.
-fn identity(bytes: &Bytes) -> Option<(usize, usize, usize)> {
+fn identity(bytes: &Bytes) -> Option<Identity> {
     match bytes {
         Bytes::Inline(_) | Bytes::Absent { .. } => None,
         Bytes::Mapped { file, range } => Some((Arc::as_ptr(file) as usize, range.start, range.len())),
@@ -357,17 +399,16 @@ fn read(tensor: &Tensor, label: &str, group: &mut Group) -> Result<SharedBytes, 
 }
 
 /// Stores tensors where [`write_model`] has put them.
-struct Placed<'a> {
-    stem: &'a str,
-    places: HashMap<*const Tensor, Place>,
+struct Placed {
+    places: HashMap<*const Tensor, StoredAt>,
     inline: HashMap<*const Tensor, SharedBytes>,
 }
 
-impl Store for Placed<'_> {
+impl Store for Placed {
     fn store(&mut self, tensor: &Tensor, label: &str, proto: &mut TensorProto) -> Result<(), WriteError> {
         let key = std::ptr::from_ref(tensor);
-        if let Some(Place { shard, offset }) = self.places.get(&key) {
-            refer(proto, Shards::name(self.stem, *shard), *offset, tensor.bytes.len());
+        if let Some(StoredAt { file, offset }) = self.places.get(&key) {
+            refer(proto, file.clone(), *offset, tensor.bytes.len());
             return Ok(());
         }
         let bytes = self.inline.remove(&key).unwrap_or_default();
@@ -381,7 +422,7 @@ struct Counted {
     inline: u64,
     data: u64,
     /// Of which the bytes are counted.
-    seen: HashSet<(usize, usize, usize)>,
+    seen: HashSet<Identity>,
 }
 
 impl Store for Counted {

@@ -8,6 +8,7 @@ mod config;
 mod described;
 mod error;
 mod index;
+mod repacked;
 mod safetensors;
 mod source;
 

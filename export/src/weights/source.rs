@@ -20,9 +20,9 @@ use crate::{
 /// Opening checks every header, and the index against the headers; the weights themselves stay untouched.
 pub struct Checkpoint {
     path: PathBuf,
-    shards: Vec<Shard>,
+    pub(super) shards: Vec<Shard>,
     /// Tensor name to its place in `shards`.
-    places: BTreeMap<String, usize>,
+    pub(super) places: BTreeMap<String, usize>,
     described: bool,
     calibration: Option<Arc<Calibration>>,
 }

@@ -1,6 +1,7 @@
 //! Building blocks that several architectures share.
 
 pub mod attention;
+pub mod decoder_layer;
 pub mod mlp;
 pub mod norm;
 pub mod resnet;

@@ -15,25 +15,31 @@ pub fn rms_norm(
     eps: f32,
 ) -> Result<ValueId, AuthorError> {
     let weight = a.weight(weight, &[width], a.graph.dtype(x))?;
-    Ok(a.graph.op(
-        "RMSNormalization",
-        &[x, weight],
-        &[("axis", Attribute::Int(-1)), ("epsilon", Attribute::Float(eps))],
-    ))
+    Ok(scaled_rms_norm(a, x, weight, eps))
 }
 
-/// LayerNorm over the last axis whose scale and shift are values of the graph ([width] each): an adaptive layer norm
-/// in one operator.
+/// RMSNorm over the last axis whose scale [width] is a value of the graph.
+pub fn scaled_rms_norm(a: &mut Author<'_>, x: ValueId, scale: ValueId, eps: f32) -> ValueId {
+    a.graph.op(
+        "RMSNormalization",
+        &[x, scale],
+        &[("axis", Attribute::Int(-1)), ("epsilon", Attribute::Float(eps))],
+    )
+}
+
+/// LayerNorm over the last axis whose scale and shift (0 if there is none) are values of the graph ([width] each): an
+/// adaptive layer norm in one operator.
 pub fn adaptive_layer_norm(
     a: &mut Author<'_>,
     x: ValueId,
     scale: ValueId,
-    shift: ValueId,
+    shift: Option<ValueId>,
     eps: f32,
 ) -> ValueId {
+    let operands: Vec<ValueId> = [x, scale].into_iter().chain(shift).collect();
     a.graph.op(
         "LayerNormalization",
-        &[x, scale, shift],
+        &operands,
         &[("axis", Attribute::Int(-1)), ("epsilon", Attribute::Float(eps))],
     )
 }

@@ -21,7 +21,7 @@ use self::{
     parameters::{MAX_TEXT_LENGTH, Parameters, TextIds},
 };
 use super::{
-    Authored, Authoring, MAX_STEPS, RawFile, SizesError, SizesRequest, StageGraph, TextRows,
+    Authored, Authoring, CopiedFolder, MAX_STEPS, RawFile, SizesError, SizesRequest, StageGraph, TextRows,
     author::AuthorError,
     blocks::rope::Pairing,
     parameters::{Embedding, EmbeddingType, TimeOrder},
@@ -230,7 +230,7 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, Flux2Error> {
     Ok(Authored {
         stages,
         raw_files: vec![table],
-        copied_folders: vec!["tokenizer".to_owned()],
+        copied_folders: vec![CopiedFolder::whole("tokenizer")],
         parameters: serde_json::to_value(parameters).unwrap_or_default(),
     })
 }

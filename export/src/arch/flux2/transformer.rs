@@ -77,7 +77,7 @@ pub fn author(
     }
     let img = a.graph.slice(joint, 1, shared.text_rows, i64::MAX);
     let img = a.to_f32(img);
-    let y = adaptive_layer_norm(&mut a, img, out_mod[1], out_mod[0], config.eps);
+    let y = adaptive_layer_norm(&mut a, img, out_mod[1], Some(out_mod[0]), config.eps);
     a.graph.label(y, "dit_norm_out");
     let y = a.to_compute(y);
     let outputs = config.outputs();
@@ -121,7 +121,7 @@ fn embed(
 /// LayerNorm, modulated, in the compute type.
 fn modulated(a: &mut Author<'_>, x: ValueId, m: Modulation, eps: f32) -> ValueId {
     let x = a.to_f32(x);
-    let y = adaptive_layer_norm(a, x, m.scale, m.shift, eps);
+    let y = adaptive_layer_norm(a, x, m.scale, Some(m.shift), eps);
     a.to_compute(y)
 }
 
@@ -153,7 +153,8 @@ fn double_block(
     let q = joint(["add_q_proj", "to_q"], Some(["norm_added_q", "norm_q"]))?;
     let k = joint(["add_k_proj", "to_k"], Some(["norm_added_k", "norm_k"]))?;
     let v = joint(["add_v_proj", "to_v"], None)?;
-    let attended = joint_attention(a, [q, k, v], &joint_rows(s.config.width()), s.config.num_attention_heads);
+    let rows = joint_rows(s.config.width());
+    let attended = joint_attention(a, [q, k, v], [&rows; 2], s.config.num_attention_heads);
     let attended_txt = a.graph.slice(attended, 1, 0, s.text_rows);
     let attended_img = a.graph.slice(attended, 1, s.text_rows, i64::MAX);
     let branch = project(a, attended_img, "to_out.0")?;
@@ -206,7 +207,8 @@ fn single_block(
     let q = rotate_heads(a, s, q);
     let k = head_norm(a, s, k, &format!("{prefix}norm_k.weight"))?;
     let k = rotate_heads(a, s, k);
-    let attended = joint_attention(a, [q, k, v], &joint_rows(s.config.width()), s.config.num_attention_heads);
+    let rows = joint_rows(s.config.width());
+    let attended = joint_attention(a, [q, k, v], [&rows; 2], s.config.num_attention_heads);
     let activated = gated(a, s, [first, second]);
     let columns = [(attended, width), (activated, inner)];
     let y = a.project_both(columns, &format!("{prefix}to_out.weight"), width)?;

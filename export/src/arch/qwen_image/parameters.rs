@@ -2,14 +2,18 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::config::is_grid;
 use crate::{
     arch::{
-        SizesRequest,
+        MAX_STEPS, SizesRequest,
         parameters::{Embedding, TimeOrder},
     },
     picture::{Size, SizeError},
     shapes::Sizes,
 };
+
+/// The most rows that a text may have: its mask is quadratic.
+pub const MAX_TEXT_LENGTH: usize = 1 << 13;
 
 /// Parameters of a Qwen-Image-2.1 bundle.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -105,22 +109,104 @@ pub struct Shift {
     pub terminal: Option<f64>,
 }
 
-impl Parameters {
-    /// What the pipeline computes with before a graph could object.
-    pub fn check(&self) -> Result<(), String> {
-        Ok(())
+impl Schedule {
+    /// Steps when none are asked for: as many as there are levels, where these are given.
+    pub fn default_steps(&self) -> usize {
+        self.sigmas.as_ref().map_or(self.steps, Vec::len)
     }
 
-    /// The picture that is drawn where so many pixels are asked for.
+    fn check(&self) -> Result<(), String> {
+        let Shift { base_tokens, max_tokens, base, max, terminal } = self.shift;
+        if self.sigmas.as_deref().is_some_and(|sigmas| !is_grid(sigmas)) {
+            return Err("schedule.sigmas are not falling numbers from at most 1 to above 0".to_owned());
+        }
+        if max_tokens <= base_tokens || max_tokens > 1 << 30 {
+            return Err(format!("schedule.shift.max_tokens is {max_tokens}; base_tokens is {base_tokens}"));
+        }
+        if [base, max].iter().any(|shift| !shift.is_finite() || shift.abs() > 100.0) {
+            return Err(format!("schedule.shift goes from {base} to {max}"));
+        }
+        if terminal.is_some_and(|terminal| !(0.0..1.0).contains(&terminal)) {
+            return Err(format!("schedule.shift.terminal is {terminal:?}; expected 0 to less than 1"));
+        }
+        Ok(())
+    }
+}
+
+impl Parameters {
+    /// What the pipeline computes with before a graph could object: a manifest need not come from our exporter.
+    pub fn check(&self) -> Result<(), String> {
+        let (text, transformer, vae) = (&self.text, &self.transformer, &self.vae);
+        let numbers = [
+            ("text.length", text.length, MAX_TEXT_LENGTH),
+            ("text.head_dim", text.head_dim, 1 << 16),
+            ("transformer.channels", transformer.channels, 1 << 16),
+            ("transformer.layers", transformer.layers, 1 << 10),
+            ("transformer.width", transformer.width, 1 << 24),
+            ("transformer.time_channels", transformer.time_channels, 1 << 16),
+            ("vae.pixels_per_token", vae.pixels_per_token, 1 << 10),
+            ("vae.multiple", vae.multiple, 1 << 12),
+            ("vae.default_side", vae.default_side, 1 << 14),
+            ("vae.attention_rows", vae.attention_rows, 1 << 24),
+            ("schedule.steps", self.schedule.steps, MAX_STEPS),
+        ];
+        if let Some((key, value, most)) = numbers.iter().find(|(_, value, most)| *value == 0 || value > most)
+        {
+            return Err(format!("{key} is {value}; expected 1 to {most}"));
+        }
+        if transformer.axes.len() != 3 || transformer.axes.iter().any(|axis| *axis > 1 << 16) {
+            return Err(format!("transformer.axes is {:?}; expected three sizes", transformer.axes));
+        }
+        for (key, theta) in
+            [("text.rope_theta", text.rope_theta), ("transformer.rope_theta", transformer.rope_theta)]
+        {
+            if !theta.is_finite() || theta <= 0.0 {
+                return Err(format!("{key} is {theta}"));
+            }
+        }
+        if transformer.text_sigma.is_some_and(|sigma| !(0.0..=1.0).contains(&sigma)) {
+            return Err(format!("transformer.text_sigma is {:?}; expected 0 to 1", transformer.text_sigma));
+        }
+        if !vae.multiple.is_multiple_of(vae.pixels_per_token) || !vae.pixels_per_token.is_power_of_two() {
+            let (multiple, pixels) = (vae.multiple, vae.pixels_per_token);
+            return Err(format!("vae.multiple {multiple} and vae.pixels_per_token {pixels} do not fit"));
+        }
+        self.schedule.check()
+    }
+
+    /// The largest size up to that asked for that the model can draw.
     pub fn size(&self, width: usize, height: usize) -> Result<Size, SizeError> {
         Size::floored(width, height, self.vae.multiple, self.vae.pixels_per_token)
     }
 
-    /// Sizes of all symbols of all stages.
+    /// Sizes of all symbols of all stages, for parameters that passed [`Parameters::check`], a size that is legal for
+    /// them, and a request whose text and steps are within their limits.
     pub fn sizes(&self, size: Size, request: &SizesRequest) -> Sizes {
-        Sizes::from([
-            ("image_seq".to_owned(), size.tokens()),
-            ("encoded_seq".to_owned(), request.text.encoded),
-        ])
+        let (vae, text, grid) = (&self.vae, request.text, size.grid());
+        // A legal size has at most 2^14 pixels a side and 2^26 in all, and no side below is longer: nothing overflows.
+        let rows = size.tokens();
+        let mut sizes = Sizes::from([
+            ("encoded_seq".to_owned(), text.encoded),
+            ("text_seq".to_owned(), text.read),
+            ("image_seq".to_owned(), rows),
+            ("joint_seq".to_owned(), text.read + rows),
+            ("levels".to_owned(), request.steps + 1),
+            ("kv_rows".to_owned(), rows),
+            (
+                "chunk_rows".to_owned(),
+                vae.attention_rows.checked_shr(request.halvings).unwrap_or(0).clamp(1, rows),
+            ),
+        ]);
+        let mut sides = |place: &str, [height, width]: [usize; 2]| {
+            sizes.insert(format!("{place}_height"), height);
+            sizes.insert(format!("{place}_width"), width);
+        };
+        sides("latent", grid);
+        // Every up block but the last doubles the sides.
+        for level in 0..vae.pixels_per_token.ilog2() {
+            sides(&format!("up{level}"), grid.map(|side| side << (level + 1)));
+        }
+        sides("image", [size.height(), size.width()]);
+        sizes
     }
 }
