@@ -8,11 +8,11 @@ use support::{Checkpoint, scratch, webgpu::webgpu};
 use viaduct::{
     pipeline::{
         event::Event,
-        flux2::{Flux2, Noise, Request},
         probe::{NoProbe, Probe},
         run::{Run, Watch},
         run_folder::{Earlier, Identity, NoiseIdentity, RunFolder},
         runs::Runs,
+        text_to_image::{Noise, Request, TextToImage},
     },
     runtime::{
         Binding, Device, DeviceTensor, Executor, Fence, KeptSessions, Placement, Provider, Runtime,
@@ -102,14 +102,15 @@ fn draw(
     folder: RunFolder,
     seed: u64,
 ) -> (HostTensor, usize) {
-    let flux2 = Flux2::open(bundle).unwrap();
-    let size = flux2.form().size(64, 64).unwrap();
-    let request = Request { prompt: "red apple".to_owned(), size, steps: 1, noise: Noise::Seed(seed) };
+    let pipeline = TextToImage::open(bundle).unwrap();
+    let size = pipeline.family().size(64, 64).unwrap();
+    let (prompt, noise) = ("red apple".to_owned(), Noise::Seed(seed));
+    let request = Request { prompt, negative: None, size, steps: 1, noise };
     let mut executor = Counted { executor, on_device: 0 };
     let mut listener = |_: Event| ();
     let watch = Watch::new(&mut listener, probe);
     let mut run = Run { executor: &mut executor, plan: None, watch, folder };
-    let picture = flux2.draw(&request, &mut run).unwrap();
+    let picture = pipeline.draw(&request, &mut run).unwrap();
     (picture, executor.on_device)
 }
 

@@ -22,11 +22,11 @@ pub use self::{
 use crate::{
     pipeline::{
         event::Listener,
-        flux2::{Flux2, Flux2Error, Noise, Request},
         probe::NoProbe,
         run::{Run, Watch},
         run_folder::RunFolder,
         size::Size,
+        text_to_image::{Noise, PipelineError, Request, TextToImage},
     },
     plan::{Plan, PlannedStage, analyse_stage},
     runtime::{Executor, MemoryMeter},
@@ -39,7 +39,7 @@ const SEED: u64 = 1000;
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
     #[error(transparent)]
-    Pipeline(#[from] Flux2Error),
+    Pipeline(#[from] PipelineError),
     #[error(transparent)]
     Bundle(#[from] BundleError),
     #[error(transparent)]
@@ -57,17 +57,22 @@ pub struct Measured {
 impl Measured {
     fn request(&self) -> Request {
         let Measured { size, steps, .. } = *self;
-        Request { prompt: PROMPT.to_owned(), size, steps, noise: Noise::Seed(SEED) }
+        Request { prompt: PROMPT.to_owned(), negative: None, size, steps, noise: Noise::Seed(SEED) }
     }
 }
 
 /// A bundle whose pictures are measured.
 pub struct Subject<'a> {
     pub bundle: &'a Bundle,
-    pub flux2: &'a Flux2<'a>,
+    pub pipeline: &'a TextToImage<'a>,
 }
 
 impl Subject<'_> {
+    /// What a plan needs to know of the pictures.
+    pub fn asked(&self, measured: Measured) -> Result<SizesRequest, PipelineError> {
+        self.pipeline.asked(&[measured.request()])
+    }
+
     /// Draws the pictures and reports on them. The first is cold: no session is loaded before it. `plan` is that of the
     /// size, and says whether the executor may keep sessions.
     pub fn measure(
@@ -77,7 +82,7 @@ impl Subject<'_> {
         plan: &Plan,
         listener: &mut dyn Listener,
     ) -> Result<SizeReport, BenchError> {
-        let Measured { size, steps, runs } = measured;
+        let runs = measured.runs;
         let request = measured.request();
         let device = executor.device().profile();
         let meter = MemoryMeter::start(executor.device());
@@ -90,9 +95,9 @@ impl Subject<'_> {
             pictures.push(timed.into_picture(started.elapsed().as_secs_f64()));
         }
         let peak = meter.stop();
+        let asked = self.asked(measured)?;
         let sizes_of = |stage: &PlannedStage| {
-            let (width, height, halvings) = (size.width(), size.height(), stage.settings.halvings);
-            self.bundle.sizes(&SizesRequest { width, height, steps, halvings })
+            self.bundle.sizes(&SizesRequest { halvings: stage.settings.halvings, ..asked })
         };
         let mut stages = Vec::with_capacity(plan.stages.len());
         for planned in &plan.stages {
@@ -109,10 +114,10 @@ impl Subject<'_> {
         executor: &mut dyn Executor,
         plan: &Plan,
         listener: &mut dyn Listener,
-    ) -> Result<(), Flux2Error> {
+    ) -> Result<(), PipelineError> {
         let mut probe = NoProbe;
         let watch = Watch::new(listener, &mut probe);
         let mut run = Run { executor, plan: Some(plan), watch, folder: RunFolder::none() };
-        self.flux2.draw(request, &mut run).map(drop)
+        self.pipeline.draw(request, &mut run).map(drop)
     }
 }

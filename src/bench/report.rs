@@ -7,7 +7,7 @@ use super::{
     timed::{Opening, TimedPicture},
 };
 use crate::{
-    pipeline::flux2::{TEXT_ENCODER, TRANSFORMER},
+    pipeline::text_to_image::{TEXT_ENCODER, TRANSFORMER},
     plan::{PlannedStage, Settings},
     runtime::{Device, MemoryPeaks},
 };

@@ -9,10 +9,10 @@ use super::{Measured, Subject, timed::Timed};
 use crate::{
     pipeline::{
         event::{Event, Listener},
-        flux2::{Request, TRANSFORMER},
         probe::NoProbe,
         run::{Run, Watch},
         run_folder::RunFolder,
+        text_to_image::{Request, TRANSFORMER},
     },
     plan::Plan,
     runtime::Runtime,
@@ -90,7 +90,7 @@ impl Subject<'_> {
             trials.push(trial);
         }
         listener.on_event(Event::Stage { name: "as tuned".to_owned(), index: count, count });
-        let rows = self.flux2.form().text_length() + measured.size.tokens();
+        let rows = self.pipeline.attended_rows(&request)?;
         let writes_norms = own.written_head_norms.is_some_and(|least| rows >= least);
         let own_form = (own.attention_at(rows), own.pending_dispatches, writes_norms);
         runtime.set_tuning(own);
@@ -116,7 +116,7 @@ impl Subject<'_> {
         let mut probe = NoProbe;
         let watch = Watch::new(listener, &mut probe);
         let mut run = Run { executor: runtime, plan: Some(&plan), watch, folder: RunFolder::none() };
-        Ok(self.flux2.encode_prompt(request, &mut run)?)
+        Ok(self.pipeline.encode_prompt(request, &mut run)?)
     }
 
     fn fastest_step(
@@ -133,7 +133,7 @@ impl Subject<'_> {
         let mut probe = NoProbe;
         let watch = Watch::new(listener, &mut probe);
         let mut run = Run { executor: &mut timed, plan: Some(&plan), watch, folder: RunFolder::none() };
-        self.flux2.latents(request, embeds.clone(), &mut run)?;
+        self.pipeline.latents(request, embeds.clone(), &mut run)?;
         let picture = timed.into_picture(0.0);
         Ok(picture.runs(TRANSFORMER).skip(1).fold(f64::INFINITY, f64::min))
     }

@@ -44,8 +44,8 @@ use crate::{
     atomic_file::FileError,
     pipeline::{
         event::{Event, Listener},
-        flux2::Flux2Error,
         size::SizeError,
+        text_to_image::PipelineError,
     },
     plan::OverBudget,
     runtime::{Runtime, RuntimeError},
@@ -57,7 +57,7 @@ pub enum BisectError {
     #[error(transparent)]
     Runtime(#[from] RuntimeError),
     #[error(transparent)]
-    Pipeline(#[from] Flux2Error),
+    Pipeline(#[from] PipelineError),
     #[error(transparent)]
     Size(#[from] SizeError),
     #[error(transparent)]

@@ -8,10 +8,10 @@ use super::{BisectError, compare::as_type, side::Tensors};
 use crate::{
     pipeline::{
         event::Listener,
-        flux2::{Flux2, Noise, Request},
         probe::Probe,
         run::{Run, Watch},
         run_folder::RunFolder,
+        text_to_image::{Noise, Request, TextToImage},
     },
     runtime::{Binding, Device, Executor, Placement, Runtime, RuntimeError, Session, Tensor, TensorView},
     tensor::HostTensor,
@@ -30,18 +30,20 @@ pub enum Picture<'a> {
 }
 
 impl Picture<'_> {
-    fn request(&self, flux2: &Flux2<'_>) -> Result<Request, BisectError> {
-        let (prompt, width, height, steps, noise) = match self {
+    fn request(&self, pipeline: &TextToImage<'_>) -> Result<Request, BisectError> {
+        let (prompt, width, height, steps) = match self {
             Picture::Oracle(oracle) => {
                 let OracleRequest { prompt, width, height, steps, .. } = &oracle.request;
-                (prompt.as_str(), *width, *height, *steps, Noise::Given(oracle.noise()?))
+                (prompt.as_str(), *width, *height, *steps)
             }
-            Picture::Asked { prompt, size, seed } => {
-                (*prompt, size.width, size.height, size.steps, Noise::Seed(*seed))
-            }
+            Picture::Asked { prompt, size, .. } => (*prompt, size.width, size.height, size.steps),
         };
-        let size = flux2.form().size(width, height)?;
-        Ok(Request { prompt: prompt.to_owned(), size, steps, noise })
+        let size = pipeline.family().size(width, height)?;
+        let noise = match self {
+            Picture::Oracle(oracle) => Noise::Given(oracle.noise(size)?),
+            Picture::Asked { seed, .. } => Noise::Seed(*seed),
+        };
+        Ok(Request { prompt: prompt.to_owned(), negative: None, size, steps, noise })
     }
 }
 
@@ -66,13 +68,13 @@ pub fn recorded_inputs(
     runtime: &mut Runtime,
     listener: &mut dyn Listener,
 ) -> Result<Tensors, BisectError> {
-    let flux2 = Flux2::open(bundle)?;
-    let request = picture.request(&flux2)?;
+    let pipeline = TextToImage::open(bundle)?;
+    let request = picture.request(&pipeline)?;
     let inputs = Rc::new(RefCell::new(None));
     let mut recorder = Recorder { runtime, stage, inputs: Rc::clone(&inputs) };
     let watch = Watch::new(listener, &mut picture);
     let mut run = Run { executor: &mut recorder, plan: None, watch, folder: RunFolder::none() };
-    let drawn = flux2.draw(&request, &mut run);
+    let drawn = pipeline.draw(&request, &mut run);
     match (inputs.take(), drawn) {
         (Some(inputs), _) => Ok(inputs),
         (None, Err(error)) => Err(error.into()),

@@ -30,10 +30,10 @@ use crate::{
     atomic_file::{self, Existing, FileError},
     pipeline::{
         event::{Event, Listener},
-        flux2::{Flux2, Flux2Error, Request},
         probe::NoProbe,
         run::{Run, Watch},
         run_folder::RunFolder,
+        text_to_image::{PipelineError, Request, TextToImage},
     },
     runtime::Executor,
 };
@@ -43,7 +43,7 @@ pub enum CalibrationError {
     #[error(transparent)]
     Bundle(#[from] BundleError),
     #[error(transparent)]
-    Pipeline(#[from] Flux2Error),
+    Pipeline(#[from] PipelineError),
     #[error(transparent)]
     File(#[from] FileError),
     #[error("cannot write the statistics: {0}")]
@@ -93,9 +93,9 @@ pub fn calibrate(
     if bundle.is_imported() {
         return Err(CalibrationError::Imported);
     }
-    let flux2 = Flux2::open(bundle)?;
-    let rows =
-        request.pictures.iter().map(|p| p.size.tokens()).max().unwrap_or(0) + flux2.form().text_length();
+    let pipeline = TextToImage::open(bundle)?;
+    let tokens = request.pictures.iter().map(|picture| picture.size.tokens()).max().unwrap_or(0);
+    let rows = tokens + pipeline.family().text_length();
     let passes = passes(inputs(bundle)?, rows, request.budget)?;
     let inputs: Vec<_> = passes.iter().flatten().map(|(_, input)| (input_name(input), input.width)).collect();
     let header = header(&inputs);
@@ -106,7 +106,7 @@ pub fn calibrate(
         file.write_all(&header).map_err(CalibrationError::Write)?;
         for (index, pass) in passes.iter().enumerate() {
             listener.on_event(Event::note(format!("pass {} of {}", index + 1, passes.len())));
-            for sums in look(&flux2, pass, request.pictures, executor, listener)? {
+            for sums in look(&pipeline, pass, request.pictures, executor, listener)? {
                 sums.write(file).map_err(CalibrationError::Write)?;
             }
         }
@@ -126,7 +126,7 @@ pub fn calibrate(
 
 /// One pass: the sums of its inputs, in their order.
 fn look(
-    flux2: &Flux2<'_>,
+    pipeline: &TextToImage<'_>,
     pass: &Pass,
     pictures: &[Request],
     executor: &mut dyn Executor,
@@ -141,7 +141,7 @@ fn look(
     let mut nothing = NoProbe;
     let watch = Watch::new(listener, &mut nothing);
     let mut run = Run { executor: &mut recorder, plan: None, watch, folder: RunFolder::none() };
-    flux2.latents_of_all(pictures, &mut run)?;
+    pipeline.latents_of_all(pictures, &mut run)?;
     let mut watched: BTreeMap<_, _> =
         recorder.watched.into_iter().map(|(stage, watched)| (stage, watched.into_iter())).collect();
     let next = |(stage, _): &(String, LayerInput)| watched.get_mut(stage)?.next().map(|watched| watched.sums);

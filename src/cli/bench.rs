@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::bail;
 use clap::Args;
-use viaduct_export::{arch::SizesRequest, bundle::Bundle};
+use viaduct_export::bundle::Bundle;
 
 use super::{
     DeviceArguments, ProgressArguments, exit::UsageError, memory::MemoryArguments, printer::print,
@@ -12,7 +12,10 @@ use super::{
 };
 use crate::{
     bench::{Environment, Measured, Report, Subject, sweep_table, table},
-    pipeline::{flux2::Flux2, size::TypedSize},
+    pipeline::{
+        size::TypedSize,
+        text_to_image::{Family, TextToImage},
+    },
     runtime::{Executor, KeptSessions, Provider, Runtime},
     tune::ceiling,
 };
@@ -59,8 +62,9 @@ Examples:
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     arguments.device.check()?;
     let bundle = Bundle::open(&arguments.bundle)?;
-    let flux2 = Flux2::open(&bundle)?;
-    let pictures = pictures(arguments, &flux2)?;
+    let pipeline = TextToImage::open(&bundle)?;
+    let pictures = pictures(arguments, pipeline.family())?;
+    let subject = Subject { bundle: &bundle, pipeline: &pipeline };
     let mut progress = Progress::new(arguments.progress.progress);
     let mut runtime = arguments.device.start(&mut progress)?;
     if arguments.sweep {
@@ -68,18 +72,11 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
             let message = "--sweep: the CPU provider has nothing to choose among; --ep webgpu has";
             bail!(UsageError(message.to_owned()));
         }
-        return sweep(
-            arguments,
-            &Subject { bundle: &bundle, flux2: &flux2 },
-            pictures,
-            &mut runtime,
-            progress,
-        );
+        return sweep(arguments, &subject, pictures, &mut runtime, progress);
     }
     // All at first, so that a size that does not fit is refused before the work.
     let planned = |measured: &Measured| {
-        let (width, height) = (measured.size.width(), measured.size.height());
-        let picture = SizesRequest { width, height, steps: measured.steps, halvings: 0 };
+        let picture = subject.asked(*measured)?;
         arguments.memory.plan(&bundle, &picture, runtime.device(), false, true, &mut progress)
     };
     let plans = pictures.iter().map(planned).collect::<anyhow::Result<Vec<_>>>()?;
@@ -87,7 +84,6 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let ceiling_tflops = ceiling(&mut runtime)? / 1e12;
     let mut sessions = KeptSessions::new(runtime);
     let mut sizes = Vec::with_capacity(pictures.len());
-    let subject = Subject { bundle: &bundle, flux2: &flux2 };
     for (measured, plan) in pictures.into_iter().zip(&plans) {
         let alone = sessions.runtime();
         let executor: &mut dyn Executor = if plan.may_stay_loaded { &mut sessions } else { alone };
@@ -110,8 +106,7 @@ fn sweep(
     mut progress: Progress,
 ) -> anyhow::Result<()> {
     let plan_of = |measured: &Measured, runtime: &Runtime| {
-        let (width, height) = (measured.size.width(), measured.size.height());
-        let picture = SizesRequest { width, height, steps: measured.steps, halvings: 0 };
+        let picture = subject.asked(*measured)?;
         arguments.memory.plan(subject.bundle, &picture, runtime.device(), false, true, &mut |_| ())
     };
     // All at first, so that a size that does not fit is refused before the work.
@@ -128,16 +123,15 @@ fn sweep(
     })
 }
 
-fn pictures(arguments: &Arguments, flux2: &Flux2<'_>) -> anyhow::Result<Vec<Measured>> {
-    let form = flux2.form();
-    let [width, height] = form.default_size();
+fn pictures(arguments: &Arguments, family: &dyn Family) -> anyhow::Result<Vec<Measured>> {
+    let [width, height] = family.default_size();
     let sizes = match arguments.size.as_slice() {
         [] => vec![TypedSize(width, height)],
         asked => asked.to_vec(),
     };
-    let steps = arguments.steps.map_or(form.steps(), usize::from);
+    let steps = family.steps(arguments.steps.map(usize::from));
     let measured = |TypedSize(width, height)| {
-        let size = form.size(width, height)?;
+        let size = family.size(width, height)?;
         Ok(Measured { size, steps, runs: usize::from(arguments.runs) })
     };
     sizes.into_iter().map(measured).collect()

@@ -12,7 +12,7 @@ use super::{
 use crate::{
     atomic_file::Existing,
     calibrate::{Calibrated, CalibrationRequest, PROMPTS, calibrate},
-    pipeline::flux2::{Flux2, Noise, Request},
+    pipeline::text_to_image::{Family, Noise, Request, TextToImage},
 };
 
 /// Collect statistics of what the layers of a model read, for `viaduct export --calibration`.
@@ -70,7 +70,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         return Err(UsageError(format!("-o {}: name a .safetensors file", arguments.out.display())).into());
     }
     let bundle = Bundle::open(&arguments.bundle)?;
-    let pictures = pictures(arguments, &Flux2::open(&bundle)?)?;
+    let pictures = pictures(arguments, TextToImage::open(&bundle)?.family())?;
     let mut progress = Progress::new(arguments.progress.progress);
     let mut runtime = arguments.device.start(&mut progress)?;
     let request = CalibrationRequest {
@@ -98,17 +98,18 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     })
 }
 
-fn pictures(arguments: &Arguments, flux2: &Flux2<'_>) -> anyhow::Result<Vec<Request>> {
-    let form = flux2.form();
+fn pictures(arguments: &Arguments, family: &dyn Family) -> anyhow::Result<Vec<Request>> {
     let [width, height] = arguments.size.asked();
-    let own = form.default_size();
-    let size = form.size(width.unwrap_or(own[0]), height.unwrap_or(own[1]))?;
+    let own = family.default_size();
+    let size = family.size(width.unwrap_or(own[0]), height.unwrap_or(own[1]))?;
     let prompts = prompts(arguments)?;
     let count = arguments.count.map_or(prompts.len(), usize::from);
+    let usual = family.steps(None);
     let request = |index: usize| Request {
         prompt: prompts[index % prompts.len()].clone(),
         size,
-        steps: if index % LONGER == LONGER - 1 { 2 * form.steps() } else { form.steps() },
+        steps: if index % LONGER == LONGER - 1 { family.steps(Some(2 * usual)) } else { usual },
+        negative: None,
         noise: Noise::Seed(u64::from(arguments.seed) + index as u64),
     };
     let mut pictures: Vec<_> = (0..count).map(request).collect();

@@ -12,7 +12,7 @@ use crate::{
     bench::BenchError,
     bisect::{BisectError, InputError, Parted},
     calibrate::CalibrationError,
-    pipeline::{dump::DumpError, flux2::Flux2Error, schedule::ScheduleError, size::SizeError},
+    pipeline::{dump::DumpError, schedule::ScheduleError, size::SizeError, text_to_image::PipelineError},
     plan::{OverBudget, PlanError},
     runtime::{RuntimeError, Stopped},
     verify::{BarsMissed, VerifyError},
@@ -69,21 +69,21 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     if let Some(e) = error.downcast_ref::<ExportError>() {
         return export_code(e);
     }
-    if let Some(e) = error.downcast_ref::<Flux2Error>() {
-        return Some(flux2_code(e));
+    if let Some(e) = error.downcast_ref::<PipelineError>() {
+        return Some(pipeline_code(e));
     }
     if let Some(e) = error.downcast_ref::<BisectError>() {
         return bisect_code(e);
     }
     // A transparent error stands in the chain for the one inside it.
     match error.downcast_ref::<BenchError>() {
-        Some(BenchError::Pipeline(e)) => return Some(flux2_code(e)),
+        Some(BenchError::Pipeline(e)) => return Some(pipeline_code(e)),
         Some(BenchError::Sizes(e)) => return Some(sizes_code(e)),
         Some(BenchError::Bundle(_)) => return Some(FAILED),
         None => {}
     }
     match error.downcast_ref::<CalibrationError>() {
-        Some(CalibrationError::Pipeline(e)) => return Some(flux2_code(e)),
+        Some(CalibrationError::Pipeline(e)) => return Some(pipeline_code(e)),
         Some(CalibrationError::File(e)) => return Some(file_code(e)),
         Some(CalibrationError::Quantised { .. } | CalibrationError::Imported) => return Some(USAGE),
         Some(_) => return Some(FAILED),
@@ -91,7 +91,7 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     }
     match error.downcast_ref::<VerifyError>()? {
         VerifyError::Mismatch { .. } | VerifyError::Size(_) => Some(USAGE),
-        VerifyError::Pipeline(e) => Some(flux2_code(e)),
+        VerifyError::Pipeline(e) => Some(pipeline_code(e)),
         _ => None,
     }
 }
@@ -161,10 +161,12 @@ fn pass_code(error: &PassError) -> u8 {
     }
 }
 
-fn flux2_code(error: &Flux2Error) -> u8 {
+fn pipeline_code(error: &PipelineError) -> u8 {
     match error {
-        Flux2Error::Runtime(e) => e.exit_code(),
-        Flux2Error::Schedule(ScheduleError::Steps(_)) | Flux2Error::Noise { .. } => USAGE,
+        PipelineError::Runtime(e) => e.exit_code(),
+        PipelineError::Schedule(ScheduleError::Steps(_))
+        | PipelineError::Noise { .. }
+        | PipelineError::Negative => USAGE,
         _ => FAILED,
     }
 }

@@ -14,7 +14,7 @@ use std::{
 use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
-use viaduct_export::{arch::SizesRequest, bundle::Bundle};
+use viaduct_export::bundle::Bundle;
 
 use self::{
     pictures::{check_writable, files, folder_of, requests},
@@ -35,12 +35,12 @@ use crate::{
     pipeline::{
         dump::Dump,
         event::{Event, Listener},
-        flux2::{Flux2, Noise, Request},
         image::{Picture, Provenance},
         probe::{NoProbe, Probe},
         run::{Run, Watch},
         run_folder::{Earlier, NoiseIdentity, RunFolder},
         runs::Runs,
+        text_to_image::{Noise, Request, TextToImage},
     },
     plan::Plan,
     runtime::Device,
@@ -116,8 +116,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let started = Instant::now();
     arguments.device.check()?;
     let bundle = Bundle::open(&arguments.bundle)?;
-    let flux2 = Flux2::open(&bundle)?;
-    let mut requests = requests(arguments, &flux2)?;
+    let pipeline = TextToImage::open(&bundle)?;
+    let mut requests = requests(arguments, &pipeline)?;
     let files = files(&arguments.out, requests.len());
     check_alone(arguments, &requests)?;
     check_writable(arguments, &files)?;
@@ -131,7 +131,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         position.exchange = Some(exchange.path().to_owned());
         Ok(exchange)
     };
-    let place = Place::start(arguments, &bundle, &picture(&requests[0]), &mut exchange, &mut progress)?;
+    let place = Place::start(arguments, &bundle, &pipeline.asked(&requests)?, &mut exchange, &mut progress)?;
     let Place { mut executor, plan, exchange: _exchange, kept } = place;
     let folder =
         run_folder(arguments, &mut requests, runs, (&bundle, executor.device(), &plan), &mut progress);
@@ -160,9 +160,9 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         Ok(())
     };
     let alone = match &requests[..] {
-        [request] => Some(flux2.draw(request, &mut run)?),
+        [request] => Some(pipeline.draw(request, &mut run)?),
         several => {
-            draw_several(&flux2, several, kept, &mut run, &mut write)?;
+            draw_several(&pipeline, several, kept, &mut run, &mut write)?;
             None
         }
     };
@@ -184,18 +184,18 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
 
 /// Draws all pictures; `drawn` gets the index and the tensor of each.
 fn draw_several(
-    flux2: &Flux2<'_>,
+    pipeline: &TextToImage<'_>,
     requests: &[Request],
     kept: bool,
     run: &mut Run<'_>,
     drawn: &mut dyn FnMut(usize, HostTensor) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     if !kept {
-        return flux2.draw_batch(requests, run, drawn);
+        return pipeline.draw_batch(requests, run, drawn);
     }
     // With sessions that stay, no order loads anything twice; this one has the first picture soonest.
     let mut pictures = requests.iter().enumerate();
-    pictures.try_for_each(|(index, request)| drawn(index, flux2.draw(request, run)?))
+    pictures.try_for_each(|(index, request)| drawn(index, pipeline.draw(request, run)?))
 }
 
 /// Refuses what goes with one picture alone.
@@ -204,11 +204,6 @@ fn check_alone(arguments: &Arguments, requests: &[Request]) -> Result<(), UsageE
         true => Err(UsageError(format!("--dump is for one picture, and {} are asked for", requests.len()))),
         false => Ok(()),
     }
-}
-
-fn picture(request: &Request) -> SizesRequest {
-    let (width, height) = (request.size.width(), request.size.height());
-    SizesRequest { width, height, steps: request.steps, halvings: 0 }
 }
 
 /// The folder in which this command's run is kept, if it is for one picture and no dump. A seed that an interrupted run drew

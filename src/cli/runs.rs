@@ -28,9 +28,9 @@ use super::exit::UsageError;
 use crate::{
     npy,
     pipeline::{
-        flux2::{Noise, Request},
         run_folder::{Identity, NoiseIdentity},
         runs::Runs,
+        text_to_image::{Noise, Request},
     },
     plan::{Plan, Settings},
     runtime::Device,

@@ -42,6 +42,10 @@ pub enum PromptError {
     Encode(String),
     #[error("a prompt needs room for at least one token")]
     NoRoom,
+    #[error(
+        "the tokens of the template's system part do not begin those of the whole text; tokenizer and template do not belong together"
+    )]
+    NotAPrefix,
 }
 
 /// One turn of a conversation.
@@ -70,9 +74,25 @@ pub struct EncodedPrompt {
     pub truncated: usize,
 }
 
+/// A tokenizer by itself.
+pub struct TextTokenizer(Tokenizer);
+
+impl TextTokenizer {
+    /// Loads `tokenizer.json` of a bundle's `tokenizer/` directory.
+    pub fn load(directory: &Path) -> Result<TextTokenizer, PromptError> {
+        load_tokenizer(&directory.join("tokenizer.json")).map(TextTokenizer)
+    }
+
+    /// The ids of a text as it stands: special tokens in it are recognised, none is added.
+    pub fn tokenize(&self, text: &str) -> Result<Vec<u32>, PromptError> {
+        let encode = || self.0.encode_fast(text, false).map(|e| e.get_ids().to_vec());
+        guarded(encode).map_err(PromptError::Encode)
+    }
+}
+
 /// A tokenizer with its chat template.
 pub struct PromptEncoder {
-    tokenizer: Tokenizer,
+    tokenizer: TextTokenizer,
     template: String,
     directory: PathBuf,
 }
@@ -81,7 +101,7 @@ impl PromptEncoder {
     /// Loads `tokenizer.json` and the chat template of a bundle's `tokenizer/` directory.
     pub fn load(directory: &Path) -> Result<PromptEncoder, PromptError> {
         let encoder = PromptEncoder {
-            tokenizer: load_tokenizer(&directory.join("tokenizer.json"))?,
+            tokenizer: TextTokenizer::load(directory)?,
             template: load_template(directory)?,
             directory: directory.to_path_buf(),
         };
@@ -96,18 +116,12 @@ impl PromptEncoder {
         environment().render_str(&self.template, variables).map_err(|source| self.in_template(source))
     }
 
-    /// The ids of a text as it stands: special tokens in it are recognised, none is added.
-    pub fn tokenize(&self, text: &str) -> Result<Vec<u32>, PromptError> {
-        let encode = || self.tokenizer.encode_fast(text, false).map(|e| e.get_ids().to_vec());
-        guarded(encode).map_err(PromptError::Encode)
-    }
-
     /// One user message, rendered, tokenized, cut at `length` and padded on the right with `pad_id`.
     pub fn encode(&self, prompt: &str, length: usize, pad_id: u32) -> Result<EncodedPrompt, PromptError> {
         if length == 0 {
             return Err(PromptError::NoRoom);
         }
-        let mut ids = self.tokenize(&self.render(&[Message::user(prompt)])?)?;
+        let mut ids = self.tokenizer.tokenize(&self.render(&[Message::user(prompt)])?)?;
         let tokens = ids.len().min(length);
         let truncated = ids.len() - tokens;
         ids.resize(length, pad_id);

@@ -1,6 +1,6 @@
 //! Sigmas, the Euler step and the time embedding of flow matching, rounded as diffusers rounds them.
 
-pub use viaduct_export::arch::parameters::TimeOrder;
+pub use viaduct_export::arch::{parameters::TimeOrder, qwen_image::parameters::Shift};
 
 use crate::tensor::{HostTensor, Values};
 
@@ -69,6 +69,35 @@ impl Schedule {
             shift / (shift + (1.0 / time - 1.0))
         };
         Ok(Schedule { sigmas: (0..steps).map(sigma).chain([0.0]).collect() })
+    }
+
+    /// Qwen-Image's schedule for `tokens` image tokens: a shift that grows with them, beyond its largest, too, and a stretch
+    /// that ends the levels at `terminal`, before the last 0.
+    ///
+    /// Source: `calculate_shift` in diffusers' Qwen-Image pipelines and `stretch_shift_to_terminal` in its
+    /// `FlowMatchEulerDiscreteScheduler`, in f32 as there.
+    pub fn stretched(tokens: usize, steps: usize, shift: &Shift) -> Result<Schedule, ScheduleError> {
+        let slope = (shift.max - shift.base) / (shift.max_tokens as f64 - shift.base_tokens as f64);
+        let mu = tokens as f64 * slope + (shift.base - slope * shift.base_tokens as f64);
+        let mut schedule = Schedule::shifted(mu, steps)?;
+        let Some(terminal) = shift.terminal else { return Ok(schedule) };
+        let levels = &mut schedule.sigmas[..steps];
+        let scale = (1.0 - levels[steps - 1]) / (1.0 - terminal as f32);
+        levels.iter_mut().for_each(|sigma| *sigma = 1.0 - (1.0 - *sigma) / scale);
+        Ok(schedule)
+    }
+
+    /// Levels that are taken as they are, and 0.
+    pub fn fixed(levels: &[f32]) -> Result<Schedule, ScheduleError> {
+        if !(1..=MAX_STEPS).contains(&levels.len()) {
+            return Err(ScheduleError::Steps(levels.len()));
+        }
+        Ok(Schedule { sigmas: levels.iter().copied().chain([0.0]).collect() })
+    }
+
+    /// `1000 * sigma` of each step.
+    pub fn timesteps(&self) -> Vec<f32> {
+        self.sigmas[..self.steps()].iter().map(|sigma| TIME_SCALE * sigma).collect()
     }
 
     /// The number of steps, at least 1.

@@ -23,13 +23,13 @@ use crate::{
     npy::NpyError,
     pipeline::{
         event::Listener,
-        flux2::{Flux2, Flux2Error, Noise, Request},
         image::to_unit,
         noise::draw_latents,
         probe::NoProbe,
         run::{Run, Watch},
         run_folder::RunFolder,
         size::SizeError,
+        text_to_image::{Noise, PipelineError, Request, TextToImage},
     },
     runtime::Executor,
 };
@@ -37,7 +37,7 @@ use crate::{
 #[derive(Debug, thiserror::Error)]
 pub enum VerifyError {
     #[error(transparent)]
-    Pipeline(#[from] Flux2Error),
+    Pipeline(#[from] PipelineError),
     #[error(transparent)]
     Size(#[from] SizeError),
     #[error(transparent)]
@@ -95,15 +95,15 @@ pub fn verify(
     executor: &mut dyn Executor,
     listener: &mut dyn Listener,
 ) -> Result<Report, VerifyError> {
-    let flux2 = Flux2::open(bundle)?;
+    let pipeline = TextToImage::open(bundle)?;
     let gates = gates(bundle)?;
-    check_settings(&flux2, oracle)?;
-    let request = request(&flux2, oracle)?;
+    check_settings(&pipeline, oracle)?;
+    let request = request(&pipeline, oracle)?;
 
     let mut comparer = Comparer::new(oracle, &gates);
     let mut run =
         Run { executor, plan: None, watch: Watch::new(listener, &mut comparer), folder: RunFolder::none() };
-    let forced = flux2.draw(&request, &mut run)?;
+    let forced = pipeline.draw(&request, &mut run)?;
     let mut nodes = run.watch.nodes;
     if !oracle.names.contains("image_raw") {
         comparer.forced_picture(&to_unit(&forced))?;
@@ -112,12 +112,12 @@ pub fn verify(
     let mut nothing = NoProbe;
     let mut run =
         Run { executor, plan: None, watch: Watch::new(listener, &mut nothing), folder: RunFolder::none() };
-    let free = to_unit(&flux2.draw(&request, &mut run)?);
+    let free = to_unit(&pipeline.draw(&request, &mut run)?);
     for (provider, count) in run.watch.nodes {
         *nodes.entry(provider).or_default() += count;
     }
     comparer.free_picture(&free)?;
-    compare_seed(&flux2, oracle, &request, &mut comparer)?;
+    compare_seed(&pipeline, oracle, &request, &mut comparer)?;
     let (rows, not_compared) = comparer.finish()?;
     let device = executor.device().to_string();
     Ok(Report { profile: bundle.manifest.profile.clone(), device, rows, not_compared, nodes })
@@ -129,47 +129,43 @@ fn gates(bundle: &Bundle) -> Result<Gates, VerifyError> {
     gates.ok_or_else(|| VerifyError::NoGates { recipe: recipe.name.clone(), profile: profile.clone() })
 }
 
-fn check_settings(flux2: &Flux2<'_>, oracle: &Oracle) -> Result<(), VerifyError> {
-    let form = flux2.form();
+fn check_settings(pipeline: &TextToImage<'_>, oracle: &Oracle) -> Result<(), VerifyError> {
     let list = |taps: &[usize]| taps.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
-    let settings = [
-        (
-            "text_encoder.length",
-            Some(form.text_length().to_string()),
-            oracle.request.text_length.map(|n| n.to_string()),
-        ),
-        ("text_encoder.taps", form.taps().map(list), oracle.request.taps.as_deref().map(list)),
+    let stated = [
+        ("text_encoder.length", oracle.request.text_length.map(|n| n.to_string())),
+        ("text_encoder.taps", oracle.request.taps.as_deref().map(list)),
     ];
-    for (key, bundle, oracle) in settings {
-        if let (Some(bundle), Some(oracle)) = (bundle, oracle)
-            && bundle != oracle
-        {
+    for (key, bundle) in pipeline.family().settings() {
+        let oracle = stated.iter().find(|(known, _)| *known == key).and_then(|(_, oracle)| oracle.clone());
+        if let Some(oracle) = oracle.filter(|oracle| *oracle != bundle) {
             return Err(VerifyError::Mismatch { key, bundle, oracle });
         }
     }
     Ok(())
 }
 
-fn request(flux2: &Flux2<'_>, oracle: &Oracle) -> Result<Request, VerifyError> {
+fn request(pipeline: &TextToImage<'_>, oracle: &Oracle) -> Result<Request, VerifyError> {
     let asked = &oracle.request;
+    let size = pipeline.family().size(asked.width, asked.height)?;
     Ok(Request {
         prompt: asked.prompt.clone(),
-        size: flux2.form().size(asked.width, asked.height)?,
+        negative: None,
+        size,
         steps: asked.steps,
-        noise: Noise::Given(oracle.noise()?),
+        noise: Noise::Given(oracle.noise(size)?),
     })
 }
 
 /// The oracle's seed must give the oracle's noise.
 fn compare_seed(
-    flux2: &Flux2<'_>,
+    pipeline: &TextToImage<'_>,
     oracle: &Oracle,
     request: &Request,
     comparer: &mut Comparer<'_>,
 ) -> Result<(), VerifyError> {
     let Some(seed) = oracle.request.seed else { return Ok(()) };
     let [rows, columns] = request.size.grid();
-    let noise = draw_latents(seed, flux2.form().channels(), rows, columns);
-    comparer.noise(&noise, &oracle.noise()?);
+    let noise = draw_latents(seed, pipeline.family().channels(), rows, columns);
+    comparer.noise(&noise, &oracle.noise(request.size)?);
     Ok(())
 }

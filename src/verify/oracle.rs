@@ -9,7 +9,11 @@ use std::{
 use serde::Deserialize;
 
 use super::VerifyError;
-use crate::{npy, tensor::HostTensor};
+use crate::{
+    npy,
+    pipeline::{noise::unpack_latents, size::Size, text_to_image::PipelineError},
+    tensor::HostTensor,
+};
 
 const MAX_REQUEST_BYTES: u64 = 1 << 20;
 
@@ -70,8 +74,13 @@ impl Oracle {
         Ok(Some(npy::read(&self.folder.join(format!("{name}.npy")))?))
     }
 
-    /// The initial latents [1,C,h,w].
-    pub fn noise(&self) -> Result<HostTensor, VerifyError> {
-        Ok(npy::read(&self.folder.join(&self.request.noise))?)
+    /// The initial latents [1,C,h,w], which the reference may have kept as tokens [1,h*w,C].
+    pub fn noise(&self, size: Size) -> Result<HostTensor, VerifyError> {
+        let noise = npy::read(&self.folder.join(&self.request.noise))?;
+        let [rows, columns] = size.grid();
+        Ok(match noise.shape.len() {
+            3 => unpack_latents(&noise, rows, columns).map_err(PipelineError::from)?,
+            _ => noise,
+        })
     }
 }

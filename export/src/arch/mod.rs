@@ -159,6 +159,11 @@ impl TextRows {
     pub fn all(rows: usize) -> TextRows {
         TextRows { encoded: rows, read: rows }
     }
+
+    /// What both fit into.
+    pub fn at_least(self, other: TextRows) -> TextRows {
+        TextRows { encoded: self.encoded.max(other.encoded), read: self.read.max(other.read) }
+    }
 }
 
 /// Why a request has no sizes.

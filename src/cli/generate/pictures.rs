@@ -9,18 +9,18 @@ use crate::{
     cli::exit::UsageError,
     npy,
     pipeline::{
-        flux2::{Flux2, Noise, Request},
         image::check_finite,
+        text_to_image::{Noise, Request, TextToImage},
     },
 };
 
 /// One request per picture: each prompt with as many seeds as are asked for, counting from the first.
-pub fn requests(arguments: &Arguments, flux2: &Flux2<'_>) -> anyhow::Result<Vec<Request>> {
-    let form = flux2.form();
+pub fn requests(arguments: &Arguments, pipeline: &TextToImage<'_>) -> anyhow::Result<Vec<Request>> {
+    let family = pipeline.family();
     let [width, height] = arguments.size.asked();
-    let own = form.default_size();
-    let size = form.size(width.unwrap_or(own[0]), height.unwrap_or(own[1]))?;
-    let steps = arguments.num_steps.unwrap_or(form.steps());
+    let own = family.default_size();
+    let size = family.size(width.unwrap_or(own[0]), height.unwrap_or(own[1]))?;
+    let steps = family.steps(arguments.num_steps);
     if !(1..=1000).contains(&steps) {
         return Err(UsageError(format!("--num-steps {steps}: a picture takes 1 to 1000")).into());
     }
@@ -28,12 +28,13 @@ pub fn requests(arguments: &Arguments, flux2: &Flux2<'_>) -> anyhow::Result<Vec<
     let pairs = arguments.prompt.iter().flat_map(|prompt| noises.iter().map(move |noise| (prompt, noise)));
     let request = |(prompt, noise): (&String, &Noise)| Request {
         prompt: prompt.clone(),
+        negative: None,
         size,
         steps,
         noise: noise.clone(),
     };
     let requests: Vec<_> = pairs.map(request).collect();
-    requests.iter().try_for_each(|request| flux2.check(request))?;
+    requests.iter().try_for_each(|request| pipeline.check(request))?;
     Ok(requests)
 }
 

@@ -3,7 +3,7 @@
 
 use viaduct_export::{arch::flux2::parameters::Parameters, shapes::Sizes};
 
-use super::{Conditions, Flux2, Flux2Error, Graphs, Inputs, TEXT_ENCODER, id_tensor, misshapen, shaped};
+use super::{Graphs, id_tensor, prompt_inputs};
 use crate::{
     pipeline::{
         embedding::gather_rows,
@@ -14,6 +14,7 @@ use crate::{
         run::Run,
         schedule::{Schedule, time_embedding},
         size::Size,
+        text_to_image::{Conditions, PipelineError, Sampled, TEXT_ENCODER, TextToImage, misshapen, shaped},
     },
     tensor::{HostTensor, Values},
 };
@@ -27,16 +28,16 @@ pub(super) struct Authored(pub Parameters);
 impl Graphs for Authored {
     fn encode(
         &self,
-        flux2: &Flux2<'_>,
+        pipeline: &TextToImage<'_>,
         prompts: &[EncodedPrompt],
         sizes: &Sizes,
         run: &mut Run<'_>,
-    ) -> Result<Vec<HostTensor>, Flux2Error> {
+    ) -> Result<Vec<HostTensor>, PipelineError> {
         let text = &self.0.text;
-        let path = flux2.bundle.path(&text.embedding.file)?;
+        let path = pipeline.bundle().path(&text.embedding.file)?;
         let pad_keys = if text.mask_padding { PadKeys::Hidden } else { PadKeys::Visible };
         let (cos, sin) = rope_tables_1d(text.length, text.head_dim, text.rope_theta)?;
-        let mut stage = flux2.stage(TEXT_ENCODER, sizes, run.executor, run.plan, &mut run.watch)?;
+        let mut stage = pipeline.stage(TEXT_ENCODER, sizes, run.executor, run.plan, &mut run.watch)?;
         let mut encode = |prompt: &EncodedPrompt| {
             let embeds = gather_rows(&path, &text.embedding, &prompt.ids)?;
             let Values::I64(mask) = &prompt.mask.values else {
@@ -47,24 +48,28 @@ impl Graphs for Authored {
                 [("inputs_embeds", &embeds), ("mask", &mask), ("rope_cos", &cos), ("rope_sin", &sin)];
             Ok(stage.run(&inputs, &["prompt_embeds"])?.remove(0))
         };
-        let embeds = prompts.iter().map(&mut encode).collect::<Result<_, Flux2Error>>()?;
+        let embeds = prompts.iter().map(&mut encode).collect::<Result<_, PipelineError>>()?;
         stage.close(run.plan, &mut run.watch)?;
         Ok(embeds)
     }
 
     fn conditions(
         &self,
-        flux2: &Flux2<'_>,
-        size: Size,
-        schedule: &Schedule,
-        sizes: &Sizes,
+        pipeline: &TextToImage<'_>,
+        sampled: &Sampled<'_>,
+        embeds: &[HostTensor],
         run: &mut Run<'_>,
-    ) -> Result<Conditions, Flux2Error> {
-        let modulations = self.modulate(flux2, schedule, sizes, run)?;
+    ) -> Result<Conditions, PipelineError> {
+        let Sampled { size, schedule, sizes } = *sampled;
+        let modulations = self.modulate(pipeline, schedule, sizes, run)?;
         let (cos, sin) = self.joint_tables(size, run.watch.probe)?;
-        let of_step = |step| modulations.iter().map(|(name, tensor)| (*name, tensor.row(step))).collect();
+        let of_step = |step| {
+            let row = |(name, tensor): &(&'static str, HostTensor)| ((*name).into(), tensor.row(step));
+            modulations.iter().map(row).collect()
+        };
         Ok(Conditions {
-            constant: vec![("rope_cos", cos), ("rope_sin", sin)],
+            constant: vec![("rope_cos".into(), cos), ("rope_sin".into(), sin)],
+            prompts: embeds.iter().map(prompt_inputs).collect(),
             steps: (0..schedule.steps()).map(of_step).collect(),
         })
     }
@@ -75,17 +80,17 @@ impl Authored {
     /// Each is [steps, count, width].
     fn modulate(
         &self,
-        flux2: &Flux2<'_>,
+        pipeline: &TextToImage<'_>,
         schedule: &Schedule,
         sizes: &Sizes,
         run: &mut Run<'_>,
-    ) -> Result<Inputs, Flux2Error> {
+    ) -> Result<Vec<(&'static str, HostTensor)>, PipelineError> {
         let transformer = &self.0.transformer;
         let channels = transformer.time_channels;
         let steps = &schedule.sigmas()[..schedule.steps()];
         let times = steps.iter().flat_map(|s| time_embedding(*s, channels, transformer.time_order)).collect();
         let times = HostTensor::f32(&[steps.len(), channels], times);
-        let mut stage = flux2.stage("modulation", sizes, run.executor, run.plan, &mut run.watch)?;
+        let mut stage = pipeline.stage("modulation", sizes, run.executor, run.plan, &mut run.watch)?;
         let outputs = ["dit_temb", MODULATIONS[0], MODULATIONS[1], MODULATIONS[2], MODULATIONS[3]];
         let mut tensors = stage.run(&[("time_embedding", &times)], &outputs)?;
         stage.close(run.plan, &mut run.watch)?;
@@ -106,7 +111,7 @@ impl Authored {
         &self,
         size: Size,
         probe: &mut dyn Probe,
-    ) -> Result<(HostTensor, HostTensor), Flux2Error> {
+    ) -> Result<(HostTensor, HostTensor), PipelineError> {
         let transformer = &self.0.transformer;
         let [rows, columns] = size.grid();
         let mut ids = text_ids(self.0.text.length, transformer.text_ids);

@@ -2,14 +2,13 @@
 
 use viaduct_export::{arch::flux2::imported::Imported as Parameters, shapes::Sizes};
 
-use super::{Conditions, Flux2, Flux2Error, Graphs, TEXT_ENCODER, id_tensor};
+use super::{Graphs, id_tensor, prompt_inputs};
 use crate::{
     pipeline::{
         position::{TextIds, image_ids, text_ids},
         prompt::EncodedPrompt,
         run::Run,
-        schedule::Schedule,
-        size::Size,
+        text_to_image::{Conditions, PipelineError, Sampled, TEXT_ENCODER, TextToImage},
     },
     tensor::{HostTensor, Values},
 };
@@ -20,30 +19,29 @@ pub(super) struct Imported(pub Parameters);
 impl Graphs for Imported {
     fn encode(
         &self,
-        flux2: &Flux2<'_>,
+        pipeline: &TextToImage<'_>,
         prompts: &[EncodedPrompt],
         sizes: &Sizes,
         run: &mut Run<'_>,
-    ) -> Result<Vec<HostTensor>, Flux2Error> {
-        let mut stage = flux2.stage(TEXT_ENCODER, sizes, run.executor, run.plan, &mut run.watch)?;
+    ) -> Result<Vec<HostTensor>, PipelineError> {
+        let mut stage = pipeline.stage(TEXT_ENCODER, sizes, run.executor, run.plan, &mut run.watch)?;
         let mut encode = |prompt: &EncodedPrompt| {
             let inputs = [("input_ids", &prompt.ids), ("attention_mask", &prompt.mask)];
             let embeds = stage.run(&inputs, &["prompt_embeds"])?.remove(0);
             Ok(self.limited(embeds, &prompt.mask))
         };
-        let embeds = prompts.iter().map(&mut encode).collect::<Result<_, Flux2Error>>()?;
+        let embeds = prompts.iter().map(&mut encode).collect::<Result<_, PipelineError>>()?;
         stage.close(run.plan, &mut run.watch)?;
         Ok(embeds)
     }
 
     fn conditions(
         &self,
-        _flux2: &Flux2<'_>,
-        size: Size,
-        schedule: &Schedule,
-        _sizes: &Sizes,
+        _pipeline: &TextToImage<'_>,
+        Sampled { size, schedule, .. }: &Sampled<'_>,
+        embeds: &[HostTensor],
         run: &mut Run<'_>,
-    ) -> Result<Conditions, Flux2Error> {
+    ) -> Result<Conditions, PipelineError> {
         let [rows, columns] = size.grid();
         let text = id_tensor(&text_ids(self.0.text.length, TextIds::Index));
         let image = id_tensor(&image_ids(0, rows, columns));
@@ -52,9 +50,10 @@ impl Graphs for Imported {
             run.watch.probe.boundary("img_ids", image.clone());
         }
         let sigmas = &schedule.sigmas()[..schedule.steps()];
-        let of_step = |sigma: &f32| vec![("sigma", HostTensor::f32(&[1], vec![*sigma]))];
+        let of_step = |sigma: &f32| vec![("sigma".into(), HostTensor::f32(&[1], vec![*sigma]))];
         Ok(Conditions {
-            constant: vec![("img_ids", image), ("txt_ids", text)],
+            constant: vec![("img_ids".into(), image), ("txt_ids".into(), text)],
+            prompts: embeds.iter().map(prompt_inputs).collect(),
             steps: sigmas.iter().map(of_step).collect(),
         })
     }

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use viaduct_export::bundle::{Port, Stage};
 
-use super::Flux2Error;
+use super::PipelineError;
 use crate::{
     pipeline::run::{Watch, close},
     plan::Plan,
@@ -13,14 +13,14 @@ use crate::{
 };
 
 /// A session and what the bundle says of its graph.
-pub(super) struct Opened<'r> {
+pub struct Opened<'r> {
     pub session: Box<dyn Session + 'r>,
     pub described: &'r Stage,
 }
 
 impl Opened<'_> {
     /// See [`Session::bind`].
-    pub fn bind(&mut self, name: &str, tensor: &HostTensor) -> Result<(), Flux2Error> {
+    pub fn bind(&mut self, name: &str, tensor: &HostTensor) -> Result<(), PipelineError> {
         Ok(self.session.bind(name, &cast(self.described, name, tensor))?)
     }
 
@@ -29,7 +29,7 @@ impl Opened<'_> {
         &mut self,
         inputs: &[(&str, &HostTensor)],
         outputs: &[&str],
-    ) -> Result<Vec<HostTensor>, Flux2Error> {
+    ) -> Result<Vec<HostTensor>, PipelineError> {
         let inputs: Vec<_> = inputs.iter().map(|(name, tensor)| (*name, TensorView::Host(tensor))).collect();
         let outputs: Vec<_> = outputs.iter().map(|name| (*name, Placement::Host)).collect();
         let tensors = self.run_placed(&inputs, &outputs)?.into_iter().map(Tensor::into_host);
@@ -41,7 +41,7 @@ impl Opened<'_> {
         &mut self,
         inputs: &[(&str, TensorView<'_>)],
         outputs: &[(&str, Placement)],
-    ) -> Result<Vec<Tensor>, Flux2Error> {
+    ) -> Result<Vec<Tensor>, PipelineError> {
         let fitted = inputs.iter().map(|(name, tensor)| Ok((*name, fitted(self.described, name, *tensor)?)));
         let fitted = fitted.collect::<Result<Vec<_>, RuntimeError>>()?;
         let inputs: Vec<_> = fitted.iter().map(|(name, tensor)| (*name, tensor.view())).collect();
@@ -55,7 +55,7 @@ impl Opened<'_> {
         output: (&str, Placement),
         exposed: &[String],
         watch: &mut Watch<'_>,
-    ) -> Result<Tensor, Flux2Error> {
+    ) -> Result<Tensor, PipelineError> {
         let mut outputs = vec![output];
         outputs.extend(exposed.iter().map(|name| (name.as_str(), Placement::Host)));
         let mut tensors = self.run_placed(inputs, &outputs)?;
@@ -74,7 +74,7 @@ impl Opened<'_> {
     }
 
     /// See [`close`].
-    pub fn close(self, plan: Option<&Plan>, watch: &mut Watch<'_>) -> Result<(), Flux2Error> {
+    pub fn close(self, plan: Option<&Plan>, watch: &mut Watch<'_>) -> Result<(), PipelineError> {
         Ok(close(self.session, plan, watch)?)
     }
 

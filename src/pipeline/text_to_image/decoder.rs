@@ -1,13 +1,14 @@
 //! The image decoder: stages that the host drives one after the other, its middle attention a chunk of rows at a time.
 
-use viaduct_export::arch::parameters::ChunkedAttention;
+use viaduct_export::{arch::parameters::ChunkedAttention, shapes::Sizes};
 
-use super::{Flux2, Flux2Error, Request, misshapen, shaped};
+use super::{PipelineError, TextToImage, misshapen, shaped};
 use crate::{
     pipeline::{
         image::{check_finite, check_varied},
         noise::unpack_latents,
         run::Run,
+        size::Size,
     },
     runtime::{Placement, Tensor},
     tensor::{HostTensor, Values},
@@ -28,25 +29,24 @@ pub(super) struct Decoding {
     attended: Option<HostTensor>,
 }
 
-impl Flux2<'_> {
-    /// The decoder's stages after the middle block: to the picture [1,3,H,W] in -1..1.
+impl TextToImage<'_> {
+    /// The decoder's stages after the middle block: to the picture [1, 3 or 4, H, W] in -1..1.
     pub(super) fn decode(
         &self,
         decoding: Decoding,
-        request: &Request,
+        (size, sizes): (Size, &Sizes),
         run: &mut Run<'_>,
-    ) -> Result<HostTensor, Flux2Error> {
+    ) -> Result<HostTensor, PipelineError> {
         let Decoding { done, mut x, mut attended } = decoding;
-        let (size, sizes) = (request.size, self.sizes(request.size, request.steps, run.plan));
-        let stages = self.form.post_stages();
+        let stages = self.family.post_stages();
         let mut input = match done {
-            0 => self.form.decoder().first[1].to_owned(),
+            0 => self.family.decoder().first[1].to_owned(),
             _ => self.output_of(stages[done - 1])?,
         };
         for (index, name) in stages.iter().enumerate().skip(done) {
             let is_last = index + 1 == stages.len();
             let placement = if is_last { Placement::Host } else { run.between_stages() };
-            let mut stage = self.stage(name, &sizes, run.executor, run.plan, &mut run.watch)?;
+            let mut stage = self.stage(name, sizes, run.executor, run.plan, &mut run.watch)?;
             let exposed = stage.exposed();
             let output = stage.session.outputs().into_iter().next().unwrap_or_default();
             let mut inputs = vec![(input.as_str(), x.view())];
@@ -70,7 +70,7 @@ impl Flux2<'_> {
         }
         let x = x.into_host()?;
         if x.shape.get(2..) != Some(&[size.height(), size.width()]) {
-            return Err(Flux2Error::Picture { found: x.shape, size });
+            return Err(PipelineError::Picture { found: x.shape, size });
         }
         let x = x.widened();
         check_varied("vae", None, &x)?;
@@ -81,7 +81,7 @@ impl Flux2<'_> {
     }
 
     /// The name that the manifest gives a stage's output, which is the next one's input.
-    fn output_of(&self, stage: &str) -> Result<String, Flux2Error> {
+    fn output_of(&self, stage: &str) -> Result<String, PipelineError> {
         let outputs = &self.bundle.stage(stage)?.outputs;
         Ok(outputs.first().map(|port| port.name.clone()).unwrap_or_default())
     }
@@ -89,16 +89,16 @@ impl Flux2<'_> {
     /// The furthest state of the decoder that an earlier attempt kept.
     pub(super) fn kept_decoding(
         &self,
-        request: &Request,
+        sizes: &Sizes,
         run: &mut Run<'_>,
-    ) -> Result<Option<Decoding>, Flux2Error> {
-        for (index, name) in self.form.post_stages().iter().enumerate().rev() {
+    ) -> Result<Option<Decoding>, PipelineError> {
+        for (index, name) in self.family.post_stages().iter().enumerate().rev() {
             if let Some(x) = run.kept(name) {
                 run.resume((*name).to_owned());
                 return Ok(Some(Decoding { done: index + 1, x: Tensor::Host(x), attended: None }));
             }
         }
-        let chain = self.form.decoder();
+        let chain = self.family.decoder();
         let [first, state] = chain.first;
         let Some(x) = run.kept(state).map(Tensor::Host) else { return Ok(None) };
         let Some(attention) = chain.attention else {
@@ -113,7 +113,7 @@ impl Flux2<'_> {
             return Ok(None);
         };
         run.resume(first.to_owned());
-        let attended = self.attend([q, kt, v], attention, request, run)?;
+        let attended = self.attend([q, kt, v], attention, sizes, run)?;
         Ok(Some(Decoding { done: 0, x, attended: Some(attended) }))
     }
 
@@ -121,18 +121,17 @@ impl Flux2<'_> {
     pub(super) fn decode_middle(
         &self,
         latents: &HostTensor,
-        request: &Request,
+        (size, sizes): (Size, &Sizes),
         run: &mut Run<'_>,
-    ) -> Result<Decoding, Flux2Error> {
-        let [rows, columns] = request.size.grid();
+    ) -> Result<Decoding, PipelineError> {
+        let [rows, columns] = size.grid();
         let latents = unpack_latents(latents, rows, columns)?;
-        let sizes = self.sizes(request.size, request.steps, run.plan);
-        let chain = self.form.decoder();
+        let chain = self.family.decoder();
         let [first, state] = chain.first;
         // Without stages behind it this one draws the picture.
-        let is_last = self.form.post_stages().is_empty();
+        let is_last = self.family.post_stages().is_empty();
         let placement = if is_last { Placement::Host } else { run.between_stages() };
-        let mut stage = self.stage(first, &sizes, run.executor, run.plan, &mut run.watch)?;
+        let mut stage = self.stage(first, sizes, run.executor, run.plan, &mut run.watch)?;
         let exposed = stage.exposed();
         let mut outputs = vec![(state, placement)];
         if chain.attention.is_some() {
@@ -159,7 +158,7 @@ impl Flux2<'_> {
         }
         run.keep(&kept, &[]);
         let attended = match (chain.attention, <[HostTensor; 3]>::try_from(tensors)) {
-            (Some(attention), Ok(inputs)) => Some(self.attend(inputs, attention, request, run)?),
+            (Some(attention), Ok(inputs)) => Some(self.attend(inputs, attention, sizes, run)?),
             _ => None,
         };
         Ok(Decoding { done: 0, x, attended })
@@ -171,11 +170,10 @@ impl Flux2<'_> {
         &self,
         [q, kt, v]: [HostTensor; 3],
         attention: ChunkedAttention,
-        request: &Request,
+        sizes: &Sizes,
         run: &mut Run<'_>,
-    ) -> Result<HostTensor, Flux2Error> {
-        let ([first, state], sizes) =
-            (self.form.decoder().first, self.sizes(request.size, request.steps, run.plan));
+    ) -> Result<HostTensor, PipelineError> {
+        let [first, state] = self.family.decoder().first;
         let shape = q.shape.clone();
         let (Some(&channels), false) = (shape.last(), shape.contains(&0)) else {
             return Err(misshapen(first, "q", "[1, height, width, channels]".to_owned(), &q));
@@ -187,7 +185,7 @@ impl Flux2<'_> {
             return Err(misshapen(first, "kt", format!("[1, {channels}, {rows}]"), &kt));
         }
         let v = shaped(first, "v", v, &shape)?;
-        let mut stage = self.stage(ATTENTION, &sizes, run.executor, run.plan, &mut run.watch)?;
+        let mut stage = self.stage(ATTENTION, sizes, run.executor, run.plan, &mut run.watch)?;
         let rank = stage.input("q_chunk").map_or(3, |port| port.dims.len()).max(2);
         let matrix = |rows, columns| [vec![1; rank - 2], vec![rows, columns]].concat();
         stage.bind("kt", &kt.reshaped(&matrix(channels, rows)))?;

@@ -1,0 +1,595 @@
+//! Prompt to picture. Stages run one after the other, each alone on the device. What families do differently is behind one
+//! interface, [`Family`].
+
+mod decoder;
+mod family;
+mod opened;
+
+use std::{collections::BTreeMap, path::PathBuf, time::Instant};
+
+use viaduct_export::{
+    arch::{SizesRequest, TextRows},
+    bundle::{Bundle, BundleError, Stages},
+    shapes::Sizes,
+};
+
+use self::decoder::ATTENTION;
+pub use self::{
+    family::{Conditions, Family, Inputs, Sampled},
+    opened::Opened,
+};
+use super::{
+    embedding::EmbeddingError,
+    event::Event,
+    image::{ImageError, check_finite, check_varied},
+    noise::{LatentError, draw_latents, pack_latents},
+    position::PositionError,
+    prompt::{EncodedPrompt, PromptError},
+    run::{Run, Watch},
+    run_folder::RunFolder,
+    schedule::{Schedule, ScheduleError},
+    size::Size,
+};
+use crate::{
+    plan::Plan,
+    runtime::{Binding, Executor, Placement, Provider, RuntimeError, TensorView},
+    tensor::HostTensor,
+};
+
+/// Stages that bundles of all families have.
+pub const TEXT_ENCODER: &str = "text_encoder";
+pub const TRANSFORMER: &str = "transformer";
+
+#[derive(Debug, thiserror::Error)]
+pub enum PipelineError {
+    #[error(transparent)]
+    Bundle(#[from] BundleError),
+    #[error(transparent)]
+    Runtime(#[from] RuntimeError),
+    #[error(transparent)]
+    Prompt(#[from] PromptError),
+    #[error(transparent)]
+    Embedding(#[from] EmbeddingError),
+    #[error(transparent)]
+    Schedule(#[from] ScheduleError),
+    #[error(transparent)]
+    Position(#[from] PositionError),
+    #[error(transparent)]
+    Latent(#[from] LatentError),
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    #[error("the noise has shape {found:?}, but {size} needs {expected:?}")]
+    Noise { found: Vec<usize>, expected: Vec<usize>, size: Size },
+    #[error("this model takes no negative prompt: it was distilled to follow one prompt alone")]
+    Negative,
+    #[error("{}: parameters: {problem}", manifest.display())]
+    Parameters { manifest: PathBuf, problem: String },
+    #[error("the bundle is of family '{family}', of which this program draws no pictures; it knows {known}")]
+    Family { family: String, known: String },
+    #[error(
+        "the decoder drew {found:?} for a picture of {size}; the bundle's parameters do not fit its graphs"
+    )]
+    Picture { found: Vec<usize>, size: Size },
+}
+
+/// What to draw.
+#[derive(Clone)]
+pub struct Request {
+    pub prompt: String,
+    pub negative: Option<Negative>,
+    pub size: Size,
+    pub steps: usize,
+    pub noise: Noise,
+}
+
+/// What not to draw: each step's velocity is `negative + scale * (prompt's - negative)`, classifier-free guidance without a
+/// rescaling of the norm.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Negative {
+    pub prompt: String,
+    pub scale: f32,
+}
+
+/// The initial latents.
+#[derive(Clone)]
+pub enum Noise {
+    /// As `torch.Generator("cpu").manual_seed(seed)` draws them.
+    Seed(u64),
+    /// [1, channels, rows, columns].
+    Given(HostTensor),
+}
+
+/// A picture that the transformer works on.
+struct Sampling {
+    /// Which of the encoded prompts it shows.
+    prompt: usize,
+    /// Which of them it does not show, and how much.
+    negative: Option<(usize, f32)>,
+    /// After how many steps the latents are.
+    done: usize,
+    /// [1, tokens, channels].
+    latents: HostTensor,
+}
+
+/// A bundle ready to draw.
+pub struct TextToImage<'a> {
+    bundle: &'a Bundle,
+    family: Box<dyn Family>,
+}
+
+impl<'a> TextToImage<'a> {
+    pub fn open(bundle: &'a Bundle) -> Result<TextToImage<'a>, PipelineError> {
+        let name = &bundle.manifest.family;
+        let Some((_, open)) = family::FAMILIES.iter().find(|(known, _)| known == name) else {
+            let known: Vec<&str> = family::FAMILIES.iter().map(|family| family.0).collect();
+            return Err(PipelineError::Family { family: name.clone(), known: known.join(", ") });
+        };
+        Ok(TextToImage { bundle, family: open(bundle)? })
+    }
+
+    pub fn bundle(&self) -> &Bundle {
+        self.bundle
+    }
+
+    pub fn family(&self) -> &dyn Family {
+        &*self.family
+    }
+
+    /// What a plan needs to know of the pictures, which are of one size: the longest prompt counts.
+    pub fn asked(&self, requests: &[Request]) -> Result<SizesRequest, PipelineError> {
+        let mut text = TextRows::all(0);
+        for prompt in requests.iter().flat_map(prompts_of) {
+            text = text.at_least(self.family.text_rows(&self.family.tokenize(prompt)?));
+        }
+        let (size, steps) =
+            requests.first().map_or(([0, 0], 0), |r| ([r.size.width(), r.size.height()], r.steps));
+        Ok(SizesRequest { width: size[0], height: size[1], steps, halvings: 0, text })
+    }
+
+    /// Rows that the transformer's attention goes over.
+    pub fn attended_rows(&self, request: &Request) -> Result<usize, PipelineError> {
+        Ok(self.asked(std::slice::from_ref(request))?.text.read + request.size.tokens())
+    }
+
+    /// Sizes of all stages' symbols, with the plan's chunks.
+    fn sizes(&self, request: &Request, text: TextRows, plan: Option<&Plan>) -> Sizes {
+        let Request { size, steps, .. } = *request;
+        let halvings = plan.map_or(0, |plan| plan.settings(ATTENTION).halvings);
+        let (width, height) = (size.width(), size.height());
+        self.family.sizes(size, &SizesRequest { width, height, steps, halvings, text })
+    }
+
+    /// Refuses a request that no run can fulfil.
+    pub fn check(&self, request: &Request) -> Result<(), PipelineError> {
+        if request.negative.is_some() && !self.family.takes_negative() {
+            return Err(PipelineError::Negative);
+        }
+        let Noise::Given(noise) = &request.noise else { return Ok(()) };
+        let expected = self.noise_shape(request.size);
+        if noise.shape != expected {
+            let found = noise.shape.clone();
+            return Err(PipelineError::Noise { found, expected: expected.to_vec(), size: request.size });
+        }
+        Ok(())
+    }
+
+    /// Draws one picture: [1, 3 or 4, H, W] in -1..1, as the decoder leaves it.
+    pub fn draw(&self, request: &Request, run: &mut Run<'_>) -> Result<HostTensor, PipelineError> {
+        self.check(request)?;
+        let prompts = self.tokenize(request, run)?;
+        let sizes = self.sizes(request, self.text_rows(&prompts), run.plan);
+        let picture = (request.size, &sizes);
+        let decoding = match self.kept_decoding(&sizes, run)? {
+            Some(decoding) => decoding,
+            None => {
+                let latents = self.sample(request, &prompts, &sizes, run)?;
+                self.decode_middle(&latents, picture, run)?
+            }
+        };
+        self.decode(decoding, picture, run)
+    }
+
+    /// Draws several pictures with fewer sessions than one after the other takes: all prompts are encoded before the
+    /// transformer opens, and all latents decoded after it has closed. Neighbours of the same prompt, and those of the
+    /// same size and steps, share what they can. The decoder draws picture by picture, because what passes between its
+    /// stages is large. `drawn` gets each picture's index and its tensor as [`TextToImage::draw`] returns it. Nothing is
+    /// kept on disk.
+    pub fn draw_batch<E: From<PipelineError>>(
+        &self,
+        requests: &[Request],
+        run: &mut Run<'_>,
+        drawn: &mut dyn FnMut(usize, HostTensor) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (text, latents) = self.sample_batch(requests, run)?;
+        let mut latents = latents.into_iter();
+        for (index, (request, latents)) in requests.iter().zip(&mut latents).enumerate() {
+            let sizes = self.sizes(request, text, run.plan);
+            let picture = (request.size, &sizes);
+            let decoding = self.decode_middle(&latents, picture, run)?;
+            // Let go of before the next is decoded.
+            drop(latents);
+            drawn(index, self.decode(decoding, picture, run)?)?;
+        }
+        Ok(())
+    }
+
+    /// The request's prompt [1, rows, width] as the transformer reads it.
+    pub fn encode_prompt(&self, request: &Request, run: &mut Run<'_>) -> Result<HostTensor, PipelineError> {
+        self.check(request)?;
+        let prompt = self.tokenize_one(&request.prompt, "", run)?;
+        let sizes = self.sizes(request, self.family.text_rows(&prompt), run.plan);
+        Ok(self.encode(&[prompt], &sizes, run)?.remove(0))
+    }
+
+    /// The final latents of one picture [1, tokens, channels], which are not decoded; `embeds` as
+    /// [`TextToImage::encode_prompt`] gives them.
+    pub fn latents(
+        &self,
+        request: &Request,
+        embeds: HostTensor,
+        run: &mut Run<'_>,
+    ) -> Result<HostTensor, PipelineError> {
+        self.check(request)?;
+        let sizes =
+            self.sizes(request, self.family.text_rows(&self.family.tokenize(&request.prompt)?), run.plan);
+        let picture = self.begin(request, [0, 0], run)?;
+        Ok(self.denoise(request, &[embeds], vec![picture], &sizes, run)?.remove(0))
+    }
+
+    /// The final latents of several pictures, each [1, tokens, channels], which are not decoded; otherwise as
+    /// [`TextToImage::draw_batch`].
+    pub fn latents_of_all(
+        &self,
+        requests: &[Request],
+        run: &mut Run<'_>,
+    ) -> Result<Vec<HostTensor>, PipelineError> {
+        Ok(self.sample_batch(requests, run)?.1)
+    }
+
+    /// Rows of the longest prompt, and the final latents of all pictures.
+    fn sample_batch(
+        &self,
+        requests: &[Request],
+        run: &mut Run<'_>,
+    ) -> Result<(TextRows, Vec<HostTensor>), PipelineError> {
+        requests.iter().try_for_each(|request| self.check(request))?;
+        run.folder = RunFolder::none();
+        let Some(first) = requests.first() else { return Ok((TextRows::all(0), Vec::new())) };
+        let texts: Vec<&str> = requests.iter().flat_map(prompts_of).collect();
+        let runs_of_one: Vec<&[&str]> = texts.chunk_by(|a, b| a == b).collect();
+        let prompts = runs_of_one.iter().map(|texts| self.tokenize_one(texts[0], "", run));
+        let prompts = prompts.collect::<Result<Vec<_>, _>>()?;
+        let text = self.text_rows(&prompts);
+        let embeds = self.encode(&prompts, &self.sizes(first, text, run.plan), run)?;
+        // Which of the encoded prompts each text is.
+        let mut places = runs_of_one.iter().enumerate().flat_map(|(place, texts)| vec![place; texts.len()]);
+        let mut latents = Vec::with_capacity(requests.len());
+        for alike in requests.chunk_by(|a, b| (a.size, a.steps) == (b.size, b.steps)) {
+            let mut begun = Vec::with_capacity(alike.len());
+            for request in alike {
+                let mut place = || places.next().unwrap_or_default();
+                let prompt = place();
+                let negative = request.negative.as_ref().map_or(prompt, |_| place());
+                begun.push(self.begin(request, [prompt, negative], run)?);
+            }
+            let (own, begun) = own_prompts(&embeds, begun);
+            let sizes = self.sizes(&alike[0], text, run.plan);
+            latents.extend(self.denoise(&alike[0], &own, begun, &sizes, run)?);
+        }
+        Ok((text, latents))
+    }
+
+    /// The final latents [1, tokens, channels].
+    fn sample(
+        &self,
+        request: &Request,
+        prompts: &[EncodedPrompt],
+        sizes: &Sizes,
+        run: &mut Run<'_>,
+    ) -> Result<HostTensor, PipelineError> {
+        let begun = match self.kept_latents(request, run) {
+            Some((done, latents)) if done == request.steps => return Ok(latents),
+            begun => begun,
+        };
+        let embeds = self.encode(prompts, sizes, run)?;
+        let last = embeds.len() - 1;
+        let picture = match begun {
+            Some((done, latents)) => Sampling { done, latents, ..sampling(request, [0, last]) },
+            None => self.begin(request, [0, last], run)?,
+        };
+        Ok(self.denoise(request, &embeds, vec![picture], sizes, run)?.remove(0))
+    }
+
+    /// The picture before its first step, whose prompt and negative prompt are at these places.
+    fn begin(
+        &self,
+        request: &Request,
+        places: [usize; 2],
+        run: &mut Run<'_>,
+    ) -> Result<Sampling, PipelineError> {
+        let noise = run.watch.boundary("noise_nchw", self.noise(request));
+        let latents = run.watch.boundary("noise_packed", pack_latents(&noise)?);
+        Ok(Sampling { latents, ..sampling(request, places) })
+    }
+
+    /// The latents after the last step that an earlier attempt finished, and how many steps that are.
+    fn kept_latents(&self, request: &Request, run: &mut Run<'_>) -> Option<(usize, HostTensor)> {
+        let shape = [1, request.size.tokens(), self.family.channels()];
+        let steps = (0..request.steps).rev();
+        let (step, latents) =
+            steps.filter_map(|step| Some((step, run.kept(&latents_after(step))?))).next()?;
+        if latents.shape != shape {
+            return None;
+        }
+        run.resume(format!("step {}/{}", step + 1, request.steps));
+        Some((step + 1, latents))
+    }
+
+    /// The prompt, and the negative one if there is one.
+    fn tokenize(&self, request: &Request, run: &mut Run<'_>) -> Result<Vec<EncodedPrompt>, PipelineError> {
+        let prompt = self.tokenize_one(&request.prompt, "", run)?;
+        let negative = request.negative.as_ref();
+        let negative = negative.map(|negative| self.tokenize_one(&negative.prompt, NEGATIVE, run));
+        Ok([prompt].into_iter().chain(negative.transpose()?).collect())
+    }
+
+    /// `which` begins the names of its tensors.
+    fn tokenize_one(
+        &self,
+        prompt: &str,
+        which: &str,
+        run: &mut Run<'_>,
+    ) -> Result<EncodedPrompt, PipelineError> {
+        let mut encoded = self.family.tokenize(prompt)?;
+        if encoded.truncated > 0 {
+            let (EncodedPrompt { tokens, truncated, .. }, length) = (&encoded, self.family.text_length());
+            run.watch.listener.on_event(Event::warning(format!(
+                "the prompt is cut: {tokens} tokens are kept, {truncated} at its end are lost (this model reads {length})"
+            )));
+        }
+        encoded.ids = run.watch.boundary(&format!("{which}input_ids"), encoded.ids);
+        encoded.mask = run.watch.boundary(&format!("{which}attention_mask"), encoded.mask);
+        Ok(encoded)
+    }
+
+    /// Of the longest prompt.
+    fn text_rows(&self, prompts: &[EncodedPrompt]) -> TextRows {
+        let rows = prompts.iter().map(|prompt| self.family.text_rows(prompt));
+        rows.fold(TextRows::all(0), TextRows::at_least)
+    }
+
+    /// Each is [1, rows, width], as the transformer reads it.
+    fn encode(
+        &self,
+        prompts: &[EncodedPrompt],
+        sizes: &Sizes,
+        run: &mut Run<'_>,
+    ) -> Result<Vec<HostTensor>, PipelineError> {
+        let names = &EMBEDS[..prompts.len().min(EMBEDS.len())];
+        let kept: Option<Vec<HostTensor>> = names.iter().map(|name| run.kept(name)).collect();
+        if let Some(embeds) = kept.filter(|embeds| embeds.len() == prompts.len()) {
+            run.resume(TEXT_ENCODER.to_owned());
+            return Ok(embeds);
+        }
+        let mut all = self.family.encode(self, prompts, sizes, run)?;
+        all.iter().try_for_each(|embeds| check_finite(TEXT_ENCODER, None, embeds))?;
+        let named: Vec<_> = names.iter().copied().zip(&all).collect();
+        run.keep(&named, &[]);
+        for (embeds, name) in all.iter_mut().zip(names) {
+            *embeds = run.watch.boundary(name, embeds.clone());
+        }
+        Ok(all)
+    }
+
+    /// The remaining steps of all pictures, which are of the request's size and steps, in one session.
+    fn denoise(
+        &self,
+        request: &Request,
+        embeds: &[HostTensor],
+        pictures: Vec<Sampling>,
+        sizes: &Sizes,
+        run: &mut Run<'_>,
+    ) -> Result<Vec<HostTensor>, PipelineError> {
+        let Request { size, steps, .. } = *request;
+        let schedule = self.family.schedule(size, steps)?;
+        run.watch.boundary("sigmas", HostTensor::f32(&[steps + 1], schedule.sigmas().to_vec()));
+        run.watch.boundary("timesteps", HostTensor::f32(&[steps], schedule.timesteps()));
+        let sampled = Sampled { size, schedule: &schedule, sizes };
+        let conditions = self.family.conditions(self, &sampled, embeds, run)?;
+        let (executor, folder) = (&mut *run.executor, &mut run.folder);
+        let mut stage = self.stage(TRANSFORMER, sizes, executor, run.plan, &mut run.watch)?;
+        for (name, tensor) in &conditions.constant {
+            stage.bind(name, tensor)?;
+        }
+        let step = |picture| denoise_one(picture, &schedule, &conditions, &mut stage, &mut run.watch, folder);
+        let latents = pictures.into_iter().map(step).collect::<Result<Vec<_>, _>>()?;
+        stage.close(run.plan, &mut run.watch)?;
+        for latents in &latents {
+            check_varied(TRANSFORMER, Some(steps - 1), latents)?;
+            run.keep(&[(latents_after(steps - 1).as_str(), latents)], &[]);
+        }
+        Ok(latents)
+    }
+
+    fn noise(&self, request: &Request) -> HostTensor {
+        let [_, channels, rows, columns] = self.noise_shape(request.size);
+        match &request.noise {
+            Noise::Seed(seed) => draw_latents(*seed, channels, rows, columns),
+            Noise::Given(noise) => HostTensor::f32(&noise.shape, noise.to_f32()),
+        }
+    }
+
+    fn noise_shape(&self, size: Size) -> [usize; 4] {
+        let [rows, columns] = size.grid();
+        [1, self.family.channels(), rows, columns]
+    }
+
+    /// Opens a stage and says so; the values of its graph that have a reference name are exposed if the probe asks. All
+    /// stages of a picture are given the same sizes, so that those that come next can be opened ahead.
+    pub fn stage<'r>(
+        &'r self,
+        name: &str,
+        sizes: &Sizes,
+        executor: &'r mut dyn Executor,
+        plan: Option<&Plan>,
+        watch: &mut Watch<'_>,
+    ) -> Result<Opened<'r>, PipelineError> {
+        let stages = &self.bundle.manifest.stages;
+        let index = stages.iter().position(|stage| stage.name == name).map_or(0, |i| i + 1);
+        watch.listener.on_event(Event::Stage { name: name.to_owned(), index, count: stages.len() });
+        let settings = plan.map(|plan| plan.settings(name)).unwrap_or_default();
+        // Names in graphs of others are no reference's.
+        let internals = watch.probe.internals() && !self.bundle.is_imported();
+        let binding = Binding {
+            sizes,
+            exposed: if internals { &["dit_", "vae_"] } else { &[] },
+            settings,
+            planned: plan.and_then(|plan| plan.bytes(name)),
+            ahead: &plan.map(|plan| plan.opened_ahead(name)).unwrap_or_default(),
+        };
+        let described = self.bundle.stage(name)?;
+        let provider = executor.device().provider;
+        let session = executor.open_stage(self.bundle, name, &binding)?;
+        self.note_nodes(name, session.nodes(), provider, watch);
+        Ok(Opened { session, described })
+    }
+
+    /// Adds up the nodes of each provider. Graphs of others may leave nodes to the CPU, which is worth a warning.
+    fn note_nodes(
+        &self,
+        stage: &str,
+        nodes: &BTreeMap<String, usize>,
+        provider: Provider,
+        watch: &mut Watch<'_>,
+    ) {
+        for (provider, count) in nodes {
+            *watch.nodes.entry(provider.clone()).or_default() += count;
+        }
+        let on_cpu = nodes.get("CPUExecutionProvider").copied().unwrap_or(0);
+        if provider == Provider::WebGpu && on_cpu > 0 {
+            let message = format!(
+                "{on_cpu} nodes of {stage} run on the CPU, each with a way from the device and back; `viaduct inspect` says what a re-export would gain"
+            );
+            watch.listener.on_event(Event::warning(message));
+        }
+    }
+}
+
+/// The remaining steps of one picture in the transformer's open session.
+fn denoise_one(
+    picture: Sampling,
+    schedule: &Schedule,
+    conditions: &Conditions,
+    stage: &mut Opened<'_>,
+    watch: &mut Watch<'_>,
+    folder: &mut RunFolder,
+) -> Result<HostTensor, PipelineError> {
+    let Sampling { prompt, negative, done, mut latents } = picture;
+    let (exposed, count) = (stage.exposed(), schedule.steps());
+    let bind = |stage: &mut Opened<'_>, place: usize| {
+        conditions.prompts[place].iter().try_for_each(|(name, tensor)| stage.bind(name, tensor))
+    };
+    bind(stage, prompt)?;
+    for step in done..count {
+        let started = Instant::now();
+        let wanted = if step == 0 { &exposed[..] } else { &[] };
+        let mut velocity = velocity(step, &latents, conditions, wanted, stage, watch)?;
+        if let Some((place, scale)) = negative {
+            bind(stage, place)?;
+            let other = self::velocity(step, &latents, conditions, &[], stage, watch)?;
+            velocity = guided(&velocity, &other, scale);
+            bind(stage, prompt)?;
+        }
+        let velocity = watch.boundary(&format!("pred_step{step}"), velocity);
+        schedule.euler_step(step, &mut latents, &velocity)?;
+        latents = watch.boundary(&latents_after(step), latents);
+        let seconds = started.elapsed().as_secs_f64();
+        watch.listener.on_event(Event::Step { index: step + 1, count, seconds });
+        if step + 1 < count {
+            check_finite(TRANSFORMER, Some(step), &latents)?;
+            folder.keep(&[(latents_after(step).as_str(), &latents)], &EMBEDS, watch.listener);
+        }
+    }
+    Ok(latents)
+}
+
+/// What the transformer makes of the latents for the prompt whose inputs are bound.
+fn velocity(
+    step: usize,
+    latents: &HostTensor,
+    conditions: &Conditions,
+    exposed: &[String],
+    stage: &mut Opened<'_>,
+    watch: &mut Watch<'_>,
+) -> Result<HostTensor, PipelineError> {
+    let mut inputs = vec![("latents", TensorView::Host(latents))];
+    inputs.extend(conditions.steps[step].iter().map(|(name, tensor)| (&**name, tensor.into())));
+    let velocity = stage.run_and_probe(&inputs, ("pred", Placement::Host), exposed, watch)?;
+    let velocity = velocity.into_host()?.widened();
+    check_finite(TRANSFORMER, Some(step), &velocity)?;
+    Ok(velocity)
+}
+
+/// `negative + scale * (positive - negative)`.
+fn guided(positive: &HostTensor, negative: &HostTensor, scale: f32) -> HostTensor {
+    let pairs = positive.to_f32().into_iter().zip(negative.to_f32());
+    HostTensor::f32(&positive.shape, pairs.map(|(p, n)| n + scale * (p - n)).collect())
+}
+
+/// A picture at its first step, without latents.
+fn sampling(request: &Request, [prompt, negative]: [usize; 2]) -> Sampling {
+    let negative = request.negative.as_ref().map(|own| (negative, own.scale));
+    Sampling { prompt, negative, done: 0, latents: HostTensor::f32(&[0], Vec::new()) }
+}
+
+/// The prompt, and the negative one if there is one.
+fn prompts_of(request: &Request) -> impl Iterator<Item = &str> {
+    let negative = request.negative.as_ref().map(|negative| negative.prompt.as_str());
+    [request.prompt.as_str()].into_iter().chain(negative)
+}
+
+/// The encoded prompts that the pictures have, and the pictures with their places among these: what the transformer takes
+/// for a prompt can be large.
+fn own_prompts(embeds: &[HostTensor], mut pictures: Vec<Sampling>) -> (Vec<HostTensor>, Vec<Sampling>) {
+    let mut places = Vec::new();
+    let mut place = |prompt: usize| {
+        places.iter().position(|known| *known == prompt).unwrap_or_else(|| {
+            places.push(prompt);
+            places.len() - 1
+        })
+    };
+    for picture in &mut pictures {
+        picture.prompt = place(picture.prompt);
+        picture.negative = picture.negative.map(|(prompt, scale)| (place(prompt), scale));
+    }
+    (places.into_iter().map(|prompt| embeds[prompt].clone()).collect(), pictures)
+}
+
+/// The names under which encoded prompts are kept: the prompt's, and that of the negative one.
+const EMBEDS: [&str; 2] = ["prompt_embeds", "negative_prompt_embeds"];
+/// Begins the names of a negative prompt's tensors.
+const NEGATIVE: &str = "negative_";
+
+/// The reference's name of the latents after a step, counted from 0.
+fn latents_after(step: usize) -> String {
+    format!("latents_step{step}")
+}
+
+/// A stage's output, whose shape the host relies on: a graph need not be the one that the manifest describes.
+pub fn shaped(
+    stage: &str,
+    name: &str,
+    tensor: HostTensor,
+    shape: &[usize],
+) -> Result<HostTensor, PipelineError> {
+    if tensor.shape == shape {
+        Ok(tensor)
+    } else {
+        Err(misshapen(stage, name, format!("{shape:?}"), &tensor))
+    }
+}
+
+pub fn misshapen(stage: &str, name: &str, expected: String, tensor: &HostTensor) -> PipelineError {
+    let (stage, tensor, got) = (stage.to_owned(), name.to_owned(), format!("{:?}", tensor.shape));
+    RuntimeError::BadTensor { stage, tensor, expected, got }.into()
+}
