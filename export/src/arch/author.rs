@@ -45,17 +45,28 @@ pub struct Author<'a> {
     weights: &'a Checkpoint,
     pub precision: &'a Precision,
     lender: Option<&'a Model>,
+    /// A value of every run, where weights are widened when the graph runs.
+    run_value: Option<ValueId>,
+    /// An f16 1 that depends on it.
+    run_one: Option<ValueId>,
 }
 
 impl<'a> Author<'a> {
     pub fn new(name: &str, weights: &'a Checkpoint, precision: &'a Precision) -> Author<'a> {
-        Author { graph: Builder::new(name), weights, precision, lender: None }
+        Author { graph: Builder::new(name), weights, precision, lender: None, run_value: None, run_one: None }
     }
 
     /// Takes weights that a graph has which was authored from the same weights with the same precision, so that
     /// they are stored once.
     pub fn sharing(self, lender: Option<&'a Model>) -> Author<'a> {
         Author { lender, ..self }
+    }
+
+    /// From here on, f16 weights of f32 products are widened one by one when the graph runs. A cast of a constant is
+    /// computed when a session is made, which then holds all of them in f32. `value` is an f32 matrix of the graph that is
+    /// finite in every run.
+    pub fn widen_when_run(&mut self, value: ValueId) {
+        self.run_value = Some(value);
     }
 
     pub fn finish(self) -> Model {
@@ -162,9 +173,27 @@ impl<'a> Author<'a> {
         };
         let like = self.graph.dtype(x);
         let math = if stored == like { like } else { DType::F32 };
+        let weight = if stored == math { weight } else { self.unfolded(weight) };
         let (x, weight) = (self.graph.cast(x, math), self.graph.cast(weight, math));
         let y = self.graph.matmul(x, weight);
         Ok(self.graph.cast(y, like))
+    }
+
+    /// An f16 weight times 1, if weights are to be widened when the graph runs: what depends on a run is not folded.
+    fn unfolded(&mut self, weight: ValueId) -> ValueId {
+        let Some(value) = self.run_value.filter(|_| self.graph.dtype(weight) == DType::F16) else {
+            return weight;
+        };
+        let one = self.run_one.unwrap_or_else(|| {
+            let corner = self.graph.slice(value, 0, 0, 1);
+            let corner = self.graph.slice(corner, 1, 0, 1);
+            let [nothing, one] = [0.0, 1.0].map(|number| self.graph.scalar(DType::F32, number));
+            let zero = self.graph.mul(corner, nothing);
+            let one = self.graph.add(zero, one);
+            self.graph.cast(one, DType::F16)
+        });
+        self.run_one = Some(one);
+        self.graph.mul(weight, one)
     }
 
     fn quantized_matmul(&mut self, x: ValueId, weight: Matrix, bits: u8) -> Result<ValueId, AuthorError> {

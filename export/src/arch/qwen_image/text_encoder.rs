@@ -31,6 +31,7 @@ pub fn author(
     let mask = a.graph.input("mask", DType::F32, &[Dim::Fixed(1), Dim::Fixed(1), rows.clone(), rows.clone()]);
     let table = [rows.clone(), Dim::Fixed(config.head_dim / 2)];
     let [cos, sin] = ["rope_cos", "rope_sin"].map(|name| a.graph.input(name, DType::F32, &table));
+    a.widen_when_run(cos);
     let positions = Positions { mask: a.to_compute(mask), cos: a.to_compute(cos), sin: a.to_compute(sin) };
     let decoder = DecoderLayer {
         hidden: config.hidden_size,

@@ -100,11 +100,10 @@ impl Decoder<'_> {
         let (z, middle) = (self.config.z_dim, self.middle());
         let mut a = self.author("vae_pre");
         let latents = a.graph.input("latents", DType::F32, &map(z, LATENT));
-        let mut x = latents;
-        for _ in 0..self.constants.unnormalised {
-            x = self.unnormalise(&mut a, x);
+        let x = (0..self.constants.unnormalised).fold(latents, |x, _| self.unnormalise(&mut a, x));
+        if x != latents {
+            a.graph.label(x, "vae_in");
         }
-        a.graph.label(x, "vae_in");
         let x = self.conv(&mut a, x, "post_quant_conv", (z, z), 1)?;
         a.graph.label(x, "vae_post_quant");
         let x = self.conv(&mut a, x, "decoder.conv_in", (z, middle), 3)?;
