@@ -201,8 +201,8 @@ fn units(subject: &Subject, other: &Other<'_>) -> Result<(Units, Vec<String>), B
                     let own = name(*id);
                     let names = [own.clone(), format!("{own}_step0")];
                     let Some(there) = names.into_iter().find(|name| files.has(name)) else { continue };
-                    let Some(tensor) = files.tensor(&there)? else { continue };
-                    match shapes.shape(*id).is_none_or(|shape| shape == tensor.shape) {
+                    let Some(found) = files.shape(&there)? else { continue };
+                    match shapes.shape(*id).is_none_or(|shape| shape == found) {
                         true => drop(named.insert(*id, there)),
                         false => other_shape.push(there),
                     }
