@@ -7,6 +7,8 @@
 //! |---|---|---|
 //! | 20, rewriting in constant memory | `export/tests/onnx_large.rs`, on demand | it writes 7 GiB; here such models are read, planned and run |
 //! | 26, sizes of reference images (<https://github.com/sgl-project/sglang/issues/17302>) | none | no command takes a reference image yet |
+//! | 15, a greedy worker | `tests/watchdog.rs` | it takes 1 GiB a second and is killed within a sampling period, without a zombie; here its pages are counted |
+//! | 27, residuals beyond f16 of the Qwen3-VL encoder | none | that model is not here yet; residual sums are f32 (`tests/passes/fp32_islands.rs`) |
 //! | 28, downloads (<https://github.com/huggingface/huggingface_hub/issues/4223>) | none | nothing is downloaded yet; files that are cut are noticed |
 
 #[path = "../support/bad.rs"]

@@ -378,7 +378,8 @@ fn bug_17_webgpu_self_tests() {
         let fused = test.name.starts_with("fused attention");
         assert_eq!(test.error.is_none(), software && fused, "{test:?}");
         assert!(!(software && fused && test.passed), "{test:?}");
-        assert!(fused || test.passed || test.name.starts_with("large sums"), "{test:?}");
+        let known = test.name.starts_with("large sums") || !software && test.name == "lengths rounded up";
+        assert!(fused || test.passed || known, "{test:?}");
     }
     drop(gpu);
     let (report, _) = told(&root().join("tests"), "doctor --ep webgpu", 0);

@@ -252,7 +252,8 @@ fn bug_3_scalar_chains_that_survive_are_listed() {
     assert_eq!(found[0]["op_type"], "Sqrt");
 }
 
-/// The same on the device, exactly; flux2-vulkan-bridge saw 0.545 for the root of 128, which is 11.31.
+/// The same on the device, exactly, or the doctor names it; flux2-vulkan-bridge saw 0.545 for the root of 128, which is
+/// 11.31.
 #[test]
 fn bug_3_webgpu_scalar_chains() {
     let Some(mut gpu) = webgpu() else { return };
@@ -260,10 +261,12 @@ fn bug_3_webgpu_scalar_chains() {
     net.x("length", &[1]).float("window", &[1], &[WINDOW as f32]);
     net.node("Div", &["length", "window"], "quotient", &[]).node("Ceil", &["quotient"], "y", &[]);
     let bytes = model_bytes(&net.model(&["y"])).unwrap();
+    let tests = self_tests(&mut gpu.runtime).unwrap();
+    let passed = tests.iter().find(|test| test.name == "lengths rounded up").unwrap().passed;
     let mut stage = gpu.runtime.open(toy(bytes)).unwrap();
     for length in LENGTHS {
         let y = stage.run(&[("length", &HostTensor::f32(&[1], vec![length as f32]))], &["y"]).unwrap();
-        assert_eq!(y[0].to_f32(), [length.div_ceil(WINDOW) as f32], "{length}");
+        assert!(y[0].to_f32() == [length.div_ceil(WINDOW) as f32] || !passed, "{length}: {y:?}");
     }
     drop(stage);
     // Multiplying by a rounded reciprocal is the fault, and these lengths show it.
@@ -277,7 +280,9 @@ fn bug_3_webgpu_scalar_chains() {
     for (name, expected) in [("root", 128f32.sqrt()), ("y", 128f32.sqrt().recip().sqrt())] {
         let model = net.model(&[name]);
         let [cpu, gpu] = [&mut cpu(), &mut gpu.runtime].map(|on| run(on, &model, &feeds, &[name]).unwrap());
-        assert_eq!((cpu[0].to_f32()[0], gpu[0].to_f32()[0]), (expected, expected), "{name}");
+        assert_eq!(cpu[0].to_f32()[0], expected, "{name}");
+        // GPUs may divide and take roots to two units in the last place.
+        assert!((gpu[0].to_f32()[0] / expected - 1.0).abs() < 1e-6, "{name}: {gpu:?}");
     }
 }
 
