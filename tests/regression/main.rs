@@ -1,13 +1,14 @@
 //! One test or more per public bug report whose subject this program touches, named `bug_N_...`: the report's own
 //! reproduction, and what is right there. N counts the reports that we know; gaps are reports about what we do not have.
 //!
-//! Each test says or holds what would make it fail. What a report asks of a part that has no test here:
+//! Each test says or holds what would make it fail. More about the reader and writer of ONNX files is in
+//! `export/tests/onnx_regression.rs`. What a report asks of a part that has no test here:
 //!
 //! | report | where | why |
 //! |---|---|---|
+//! | 15, a greedy worker | `tests/watchdog.rs` | it takes 1 GiB a second and is killed within a sampling period, without a zombie; here its pages are counted |
 //! | 20, rewriting in constant memory | `export/tests/onnx_large.rs`, on demand | it writes 7 GiB; here such models are read, planned and run |
 //! | 26, sizes of reference images (<https://github.com/sgl-project/sglang/issues/17302>) | none | no command takes a reference image yet |
-//! | 15, a greedy worker | `tests/watchdog.rs` | it takes 1 GiB a second and is killed within a sampling period, without a zombie; here its pages are counted |
 //! | 27, residuals beyond f16 of the Qwen3-VL encoder | none | that model is not here yet; residual sums are f32 (`tests/passes/fp32_islands.rs`) |
 //! | 28, downloads (<https://github.com/huggingface/huggingface_hub/issues/4223>) | none | nothing is downloaded yet; files that are cut are noticed |
 

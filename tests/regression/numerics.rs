@@ -5,12 +5,16 @@ use std::time::Instant;
 use half::f16;
 use viaduct::{tensor::HostTensor, tune::self_tests};
 use viaduct_export::{
-    onnx::{Attribute, Builder, DType, Dim, Model, Node, Tensor, WriteOptions, model_bytes, write_model},
+    onnx::{
+        Attribute, Builder, DType, Dim, Model, Node, Tensor, WriteOptions, model_bytes, read_model,
+        write_model,
+    },
     passes::{Settings, apply, sequence},
     quant::{BlockFormat, Quantized, dequantize, quantize},
 };
 
 use crate::{
+    bad::{Good, SET, put},
     count, feed, findings, fixed, rewritten,
     runtime_support::{
         Feeds, Net, cpu, float, int, ints, noise, relative_error, run, string, tensor, webgpu,
@@ -141,6 +145,36 @@ fn bug_1_webgpu_sums_beyond_f16() {
         assert!(right || !test.passed, "{name} is wrong, and {test:?}");
         assert!(test.passed || test.otherwise.contains("compute = \"f32\""), "{test:?}");
     }
+}
+
+/// What the doctor advises: a profile with 8-bit weights that computes in f32 has every linear layer in f32.
+#[test]
+fn bug_1_profiles_may_compute_in_f32() {
+    const MINE: &str = r#"
+        base = "flux2-klein"
+        name = "whole"
+        [profiles.whole]
+        compute = "f32"
+        weights = "q8"
+        symmetric = true
+        block = 32
+        [gates.whole]
+        tensor = 0.5
+        image_db = 30.0
+    "#;
+    let directory = Good::checkpoint().copy();
+    put(&directory.path().join("mine.toml"), MINE);
+    let scales_of = |profile: &str| {
+        let arguments = format!("export ck -o {profile} --profile {profile} --recipe mine.toml {SET}");
+        told(directory.path(), &arguments, 0);
+        let graph = read_model(&directory.path().join(profile).join("transformer.onnx")).unwrap().graph;
+        let layers = graph.nodes().filter(|(_, node)| node.op_type == "MatMulNBits");
+        let scales = layers.map(|(_, node)| graph[node.input(2).unwrap()].constant.as_ref().unwrap().dtype);
+        scales.collect::<Vec<_>>()
+    };
+    let (whole, halved) = (scales_of("whole"), scales_of("q8"));
+    assert!(whole.len() > 10 && whole.iter().all(|dtype| *dtype == DType::F32), "{whole:?}");
+    assert!(halved.len() > 10 && halved.iter().all(|dtype| *dtype == DType::F16), "{halved:?}");
 }
 
 /// A layer norm as torch writes it below opset 17. With a weight, too, ONNX Runtime would fuse it.
