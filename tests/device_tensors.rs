@@ -120,6 +120,7 @@ fn run_folder(root: &Path) -> RunFolder {
         bundle: String::new(),
         manifest: String::new(),
         prompt: String::new(),
+        negative: None,
         width: 64,
         height: 64,
         steps: 1,

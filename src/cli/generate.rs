@@ -35,7 +35,7 @@ use crate::{
     pipeline::{
         dump::Dump,
         event::{Event, Listener},
-        image::{Picture, Provenance},
+        image::{Colour, Picture, Provenance},
         probe::{NoProbe, Probe},
         run::{Run, Watch},
         run_folder::{Earlier, NoiseIdentity, RunFolder},
@@ -65,6 +65,15 @@ pub struct Arguments {
     /// Pictures of each prompt, with seeds that count up
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1000), conflicts_with = "noise")]
     count: u16,
+    /// What not to draw, for models that are not distilled to one prompt (Qwen-Image); each step then takes twice as long
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    negative: Option<String>,
+    /// How far away from the negative prompt: 1 is not at all
+    #[arg(long, value_name = "SCALE", default_value_t = 4.0, requires = "negative")]
+    guidance: f32,
+    /// Colour behind what is transparent (#rrggbb, white, black): the PNG is then opaque
+    #[arg(long, value_name = "COLOUR")]
+    background: Option<Colour>,
     /// PNG file to write; `out.png` becomes `out-1.png`, `out-2.png`, ... where there are several pictures
     #[arg(short, long, value_name = "FILE")]
     out: PathBuf,
@@ -135,7 +144,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let Place { mut executor, plan, exchange: _exchange, kept } = place;
     let folder =
         run_folder(arguments, &mut requests, runs, (&bundle, executor.device(), &plan), &mut progress);
-    announce(&requests, &mut progress);
+    announce(&requests, arguments, &mut progress);
 
     let existing = if arguments.force { Existing::Replace } else { Existing::Keep };
     let mut dump = arguments.dump.as_deref().map(|folder| Dump::create(folder, existing)).transpose()?;
@@ -151,7 +160,9 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let mut run = Run { executor: &mut *executor, plan: Some(&plan), watch, folder };
     let id = run.folder.id().map(str::to_owned);
     let mut write = |index: usize, image: HostTensor| {
-        let png = Picture::from_tensor(&image)?.to_png(&provenance(&requests[index], &bundle).texts())?;
+        let picture = Picture::from_tensor(&image)?;
+        let picture = arguments.background.into_iter().fold(picture, Picture::on_background);
+        let png = picture.to_png(&provenance(&requests[index], &bundle).texts())?;
         if index + 1 == requests.len() {
             end(&position);
         }
@@ -318,8 +329,18 @@ fn stop_on_interrupt(progress: &Progress) -> anyhow::Result<SharedPosition> {
     Ok(place)
 }
 
-fn announce(requests: &[Request], progress: &mut Progress) {
+fn announce(requests: &[Request], arguments: &Arguments, progress: &mut Progress) {
     let (Request { size, steps, .. }, noise) = (&requests[0], noise_in_words(&requests[0]));
+    if let Some(asked) = arguments.num_steps.filter(|asked| asked != steps) {
+        let message =
+            format!("--num-steps {asked}: this model's noise levels are fixed; {steps} steps are taken");
+        progress.on_event(Event::warning(message));
+    }
+    let own = [size.width(), size.height()];
+    if arguments.size.asked().iter().zip(own).any(|(asked, own)| asked.is_some_and(|asked| asked != own)) {
+        progress
+            .on_event(Event::warning(format!("this model draws no such size; {size} is the next below it")));
+    }
     let pictures = match requests.len() {
         1 => noise,
         count => format!("{count} pictures from {noise}"),
@@ -341,6 +362,7 @@ fn seed_of(request: &Request) -> Option<u64> {
 fn provenance(request: &Request, bundle: &Bundle) -> Provenance {
     Provenance {
         prompt: request.prompt.clone(),
+        negative: request.negative.clone(),
         seed: seed_of(request),
         steps: request.steps,
         width: request.size.width(),

@@ -148,6 +148,7 @@ pub fn identity(
         bundle: format!("{} {}", bundle.manifest.name, bundle.manifest.profile),
         manifest: sha256(&[manifest, files_state(bundle)].concat()),
         prompt: request.prompt.clone(),
+        negative: request.negative.clone(),
         width: request.size.width(),
         height: request.size.height(),
         steps: request.steps,

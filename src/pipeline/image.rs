@@ -1,9 +1,10 @@
 //! Pictures: from the decoder's output to a PNG that says how it was made, and back.
 
-use std::{io::Cursor, ops::Range};
+use std::{io::Cursor, ops::Range, str::FromStr};
 
 use png::{BitDepth, ColorType, Decoder, Encoder, Transformations};
 
+use super::text_to_image::Negative;
 use crate::tensor::{HostTensor, Values};
 
 /// The most pixels that we decode: 8192 x 8192, beyond every model's reach.
@@ -27,6 +28,8 @@ pub enum ImageError {
     Constant { stage: String, step: Option<usize>, value: f32, deviation: f64 },
     #[error("an image has shape {0:?}, not [1, 3 or 4, height, width] with at least one pixel")]
     Shape(Vec<usize>),
+    #[error("'{0}' is no colour; write #rrggbb, white, black or grey")]
+    Colour(String),
     #[error("an image of {width} x {height} pixels is larger than 8192 x 8192 in all")]
     TooLarge { width: u32, height: u32 },
     #[error("cannot encode the PNG: {0}")]
@@ -96,6 +99,35 @@ pub fn to_unit(image: &HostTensor) -> HostTensor {
     HostTensor::f32(&image.shape, image.to_f32().into_iter().map(colour).collect())
 }
 
+/// Red, green, blue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Colour(pub [u8; 3]);
+
+impl FromStr for Colour {
+    type Err = ImageError;
+
+    /// `#rrggbb` or `#rgb`, the sign may be missing; `white`, `black` or `grey`.
+    fn from_str(text: &str) -> Result<Colour, ImageError> {
+        const NAMED: [(&str, [u8; 3]); 4] =
+            [("white", [255; 3]), ("black", [0; 3]), ("grey", [128; 3]), ("gray", [128; 3])];
+        if let Some((_, colour)) = NAMED.iter().find(|(name, _)| text.eq_ignore_ascii_case(name)) {
+            return Ok(Colour(*colour));
+        }
+        let wrong = || ImageError::Colour(text.to_owned());
+        let digits: Vec<u8> = text.strip_prefix('#').unwrap_or(text).chars().map_while(hex_digit).collect();
+        let colour = match (&digits[..], text.trim_start_matches('#').chars().count()) {
+            ([r, g, b], 3) => [r * 17, g * 17, b * 17],
+            ([r0, r1, g0, g1, b0, b1], 6) => [r0 * 16 + r1, g0 * 16 + g1, b0 * 16 + b1],
+            _ => return Err(wrong()),
+        };
+        Ok(Colour(colour))
+    }
+}
+
+fn hex_digit(digit: char) -> Option<u8> {
+    digit.to_digit(16).map(|value| value as u8)
+}
+
 /// Eight-bit pixels, row by row, channels together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Picture {
@@ -123,6 +155,23 @@ impl Picture {
             pixels.extend(places.map(|index| byte(image.values.f32_at(index))));
         }
         Ok(Picture { width: w, height: h, channels: channels as u8, pixels })
+    }
+
+    /// The picture before a background, where it is transparent: straight alpha, rounded to the nearest.
+    pub fn on_background(self, background: Colour) -> Picture {
+        if self.channels != 4 {
+            return self;
+        }
+        let over = |own: u8, behind: u8, alpha: u8| {
+            let sum = u32::from(own) * u32::from(alpha) + u32::from(behind) * (255 - u32::from(alpha));
+            ((sum + 127) / 255) as u8
+        };
+        let pixel = |[r, g, b, alpha]: &[u8; 4]| {
+            let Colour([red, green, blue]) = background;
+            [over(*r, red, *alpha), over(*g, green, *alpha), over(*b, blue, *alpha)]
+        };
+        let pixels = self.pixels.as_chunks::<4>().0.iter().flat_map(pixel).collect();
+        Picture { channels: 3, pixels, ..self }
     }
 
     /// The colours as `[1, 3, H, W]` f32 in 0..1; transparency is dropped.
@@ -182,9 +231,10 @@ impl Picture {
 }
 
 /// How a picture was made, as its PNG tells.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Provenance {
     pub prompt: String,
+    pub negative: Option<Negative>,
     /// Absent when the noise came from a file.
     pub seed: Option<u64>,
     pub steps: usize,
@@ -200,7 +250,10 @@ pub struct Provenance {
 impl Provenance {
     /// The texts for [`Picture::to_png`]. `Software` is the keyword that the PNG specification has for it.
     pub fn texts(&self) -> Vec<(String, String)> {
-        [
+        let negative = self.negative.as_ref();
+        let negative =
+            negative.map(|own| [("negative", own.prompt.clone()), ("guidance", own.scale.to_string())]);
+        let texts = [
             ("Software", self.generator.clone()),
             ("prompt", self.prompt.clone()),
             ("seed", self.seed.map_or("none, the noise was given".to_owned(), |seed| seed.to_string())),
@@ -208,9 +261,9 @@ impl Provenance {
             ("size", format!("{}x{}", self.width, self.height)),
             ("bundle", self.bundle.clone()),
             ("version", self.version.clone()),
-        ]
-        .map(|(keyword, text)| (keyword.to_string(), text))
-        .to_vec()
+        ];
+        let texts = texts.into_iter().chain(negative.into_iter().flatten());
+        texts.map(|(keyword, text)| (keyword.to_string(), text)).collect()
     }
 }
 
@@ -258,6 +311,7 @@ mod tests {
     fn provenance() -> Provenance {
         Provenance {
             prompt: "un café\nby the sea".to_string(),
+            negative: None,
             seed: Some(u64::MAX),
             steps: 4,
             width: 2,
@@ -398,5 +452,24 @@ mod tests {
         assert!((psnr(&a, &b).unwrap() - 20.0).abs() < 1e-5);
         assert_eq!(psnr(&a, &a), Some(f64::INFINITY));
         assert_eq!(psnr(&a, &a.clone().reshaped(&[1, 2])), None);
+    }
+
+    #[test]
+    fn colours_are_read() {
+        for (text, colour) in [("white", [255; 3]), ("#0a0B0c", [10, 11, 12]), ("f80", [255, 136, 0])] {
+            assert_eq!(text.parse::<Colour>().unwrap(), Colour(colour), "{text}");
+        }
+        for text in ["", "#", "12345", "#1234567", "##123", "ünlü", "#ggg", "purpleish"] {
+            assert!(text.parse::<Colour>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_transparent_shows_the_background() {
+        let pixels = vec![200, 100, 0, 255, 200, 100, 0, 0, 200, 100, 0, 128];
+        let picture = Picture { width: 3, height: 1, channels: 4, pixels };
+        let over = picture.on_background(Colour([0, 100, 255]));
+        assert_eq!((over.channels, &over.pixels[..]), (3, &[200, 100, 0, 0, 100, 255, 100, 100, 127][..]));
+        assert_eq!(over.clone().on_background(Colour([9; 3])), over);
     }
 }

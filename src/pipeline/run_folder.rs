@@ -19,6 +19,7 @@ use super::{
     event::{Event, Listener},
     image::{ImageError, check_finite},
     runs::{Claim, ID_DIGITS, Runs, tensor_files},
+    text_to_image::Negative,
 };
 use crate::{
     atomic_file::{self, Existing, FileError},
@@ -42,6 +43,8 @@ pub struct Identity {
     /// SHA-256 of the bundle's manifest, which states the hash of every file, and of the files' sizes and times.
     pub manifest: String,
     pub prompt: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub negative: Option<Negative>,
     pub width: usize,
     pub height: usize,
     pub steps: usize,

@@ -235,10 +235,11 @@ impl Stage<'_> {
         self.load_time
     }
 
-    /// Uploads an input that stays on the device for every run, until it is bound again.
+    /// Uploads an input that stays on the device for every run, until it is bound again. Whether its sizes go with those of
+    /// other inputs shows when all are there: at a run.
     pub fn bind(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
         self.bound.remove(name);
-        self.check(&[(name, tensor.into())])?;
+        self.check(&BTreeMap::new(), &[(name, tensor.into())])?;
         self.upload(name, tensor.into())?;
         self.bound.insert(name.to_owned(), tensor.shape.clone());
         Ok(())
@@ -322,7 +323,7 @@ impl Stage<'_> {
         inputs: &[(&str, TensorView<'_>)],
         outputs: &[(&str, Placement)],
     ) -> Result<(), RuntimeError> {
-        self.check(inputs)?;
+        self.check(&self.bound, inputs)?;
         let given: BTreeSet<&str> = inputs.iter().map(|i| i.0).collect();
         let known = |name: &str| given.contains(name) || self.bound.contains_key(name);
         if let Some(missing) = self.inputs.iter().find(|i| !known(&i.name)) {
@@ -388,12 +389,17 @@ impl Stage<'_> {
         Ok(())
     }
 
-    /// Compares inputs with the session's: names, element types, ranks, sizes, and that a symbol means one size.
-    fn check(&self, inputs: &[(&str, TensorView<'_>)]) -> Result<(), RuntimeError> {
+    /// Compares inputs with the session's: names, element types, ranks, sizes, and that a symbol means
+    /// one size in them and in what is bound.
+    fn check(
+        &self,
+        bound: &BTreeMap<String, Vec<usize>>,
+        inputs: &[(&str, TensorView<'_>)],
+    ) -> Result<(), RuntimeError> {
         let mut symbols: BTreeMap<&str, (usize, &str)> = BTreeMap::new();
-        let bound = self.bound.iter().map(|(name, shape)| (name.as_str(), shape.as_slice()));
+        let shapes = bound.iter().map(|(name, shape)| (name.as_str(), shape.as_slice()));
         let given = inputs.iter().map(|(name, tensor)| (*name, tensor.shape()));
-        for (name, shape) in bound.chain(given) {
+        for (name, shape) in shapes.chain(given) {
             let info = find(&self.name, "input", &self.inputs, name)?;
             let bad = |expected: String| RuntimeError::BadTensor {
                 stage: self.name.clone(),
@@ -434,7 +440,7 @@ impl Stage<'_> {
             if got != info.dtype {
                 return Err(bad(format!("{:?}", info.dtype), format!("{got:?}")));
             }
-            if self.bound.contains_key(*name) {
+            if bound.contains_key(*name) {
                 return Err(bad("the value that is bound".to_owned(), "another for this run".to_owned()));
             }
         }

@@ -10,7 +10,7 @@ use crate::{
     npy,
     pipeline::{
         image::check_finite,
-        text_to_image::{Noise, Request, TextToImage},
+        text_to_image::{Negative, Noise, Request, TextToImage},
     },
 };
 
@@ -25,10 +25,11 @@ pub fn requests(arguments: &Arguments, pipeline: &TextToImage<'_>) -> anyhow::Re
         return Err(UsageError(format!("--num-steps {steps}: a picture takes 1 to 1000")).into());
     }
     let noises = noises(arguments)?;
+    let negative = negative(arguments)?;
     let pairs = arguments.prompt.iter().flat_map(|prompt| noises.iter().map(move |noise| (prompt, noise)));
     let request = |(prompt, noise): (&String, &Noise)| Request {
         prompt: prompt.clone(),
-        negative: None,
+        negative: negative.clone(),
         size,
         steps,
         noise: noise.clone(),
@@ -36,6 +37,17 @@ pub fn requests(arguments: &Arguments, pipeline: &TextToImage<'_>) -> anyhow::Re
     let requests: Vec<_> = pairs.map(request).collect();
     requests.iter().try_for_each(|request| pipeline.check(request))?;
     Ok(requests)
+}
+
+fn negative(arguments: &Arguments) -> Result<Option<Negative>, UsageError> {
+    let Some(prompt) = arguments.negative.clone() else { return Ok(None) };
+    let scale = arguments.guidance;
+    match scale.is_finite() && scale > 1.0 {
+        true => Ok(Some(Negative { prompt, scale })),
+        false => Err(UsageError(format!(
+            "--guidance {scale}: a number above 1 moves away from the negative prompt"
+        ))),
+    }
 }
 
 fn noises(arguments: &Arguments) -> anyhow::Result<Vec<Noise>> {

@@ -25,7 +25,7 @@ use crate::{
 /// The families, by the name in a bundle's manifest.
 pub(super) const FAMILIES: &[(&str, fn(&Bundle) -> Result<Box<dyn Family>, PipelineError>)] = &[
     ("flux2", |bundle| Ok(Box::new(Flux2::open(bundle)?))),
-    ("qwen_image", |bundle| Ok(Box::new(QwenImage::open(bundle)?))),
+    ("qwen-image", |bundle| Ok(Box::new(QwenImage::open(bundle)?))),
 ];
 
 /// Inputs of a graph by name.

@@ -7,6 +7,7 @@ mod opened;
 
 use std::{collections::BTreeMap, path::PathBuf, time::Instant};
 
+use serde::{Deserialize, Serialize};
 use viaduct_export::{
     arch::{SizesRequest, TextRows},
     bundle::{Bundle, BundleError, Stages},
@@ -84,7 +85,7 @@ pub struct Request {
 
 /// What not to draw: each step's velocity is `negative + scale * (prompt's - negative)`, classifier-free guidance without a
 /// rescaling of the norm.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Negative {
     pub prompt: String,
     pub scale: f32,
