@@ -55,6 +55,9 @@ pub enum RecipeError {
 pub struct Recipe {
     pub name: String,
     pub family: String,
+    /// Licence of all of the family's checkpoints, where they have one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub license: Option<String>,
     #[serde(default)]
     pub source: SourceRef,
     /// By profile name.
@@ -282,11 +285,17 @@ impl Recipe {
     /// weights, and where these come from, is not the recipe's to say.
     pub fn of_imported(self) -> Recipe {
         Recipe {
+            license: None,
             source: SourceRef::default(),
             profiles: BTreeMap::new(),
             sections: toml::Table::new(),
             ..self
         }
+    }
+
+    /// The licence of the weights, where it is known.
+    pub fn weights_license(&self) -> Option<&str> {
+        self.source.license.as_deref().or(self.license.as_deref())
     }
 
     pub fn profile(&self, name: &str) -> Result<&Precision, RecipeError> {

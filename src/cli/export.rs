@@ -193,6 +193,7 @@ impl Shown {
     fn show(&mut self, event: ExportEvent, progress: &mut Progress) {
         match event {
             ExportEvent::Recipe { origin, .. } => progress.on_event(Event::note(format!("recipe: {origin}"))),
+            ExportEvent::Note(message) => progress.on_event(Event::note(message)),
             ExportEvent::Warning(message) => progress.on_event(Event::warning(message)),
             ExportEvent::Staging(folder) => self.staging = Some(folder),
             ExportEvent::Total { bytes } => self.total = bytes,

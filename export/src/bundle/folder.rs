@@ -109,8 +109,9 @@ impl FolderWriter<'_> {
         Ok(stages)
     }
 
-    /// Converts and writes a matrix some rows at a time, so that a table of any size passes through little memory.
-    pub fn raw(&mut self, raw: &RawFile) -> Result<(), ExportError> {
+    /// Converts and writes a matrix some rows at a time, so that a table of any size passes through little memory. Returns how
+    /// many values were rounded because they are too small for its type.
+    pub fn raw(&mut self, raw: &RawFile) -> Result<u64, ExportError> {
         (self.progress)(ExportEvent::Stage { name: raw.path.clone() });
         let path = self.folder.join(&raw.path);
         let io = |source| ExportError::Io { path: path.clone(), source };
@@ -118,19 +119,20 @@ impl FolderWriter<'_> {
             |e: &dyn std::fmt::Display| ExportError::Tensor { path: path.clone(), problem: e.to_string() };
         let mut file = File::create(&path).map_err(io)?;
         let mut hash = Sha256::new();
-        let mut written = 0;
+        let (mut written, mut underflows) = (0, 0);
         for part in row_chunks(&raw.tensor) {
             let part = quant::cast(part, raw.dtype).map_err(|e| problem(&e))?;
             let bytes = part.bytes.read().map_err(|e| problem(&e))?;
             file.write_all(&bytes).map_err(io)?;
             hash.update(&bytes);
             written += bytes.len() as u64;
+            underflows += part.bytes.underflows();
             (self.progress)(ExportEvent::Bytes(bytes.len() as u64));
             part.bytes.release();
         }
         file.sync_all().map_err(io)?;
         self.files.push(FileEntry { path: raw.path.clone(), bytes: written, sha256: hex(&hash.finalize()) });
-        Ok(())
+        Ok(underflows)
     }
 
     /// Copies plain files of a folder of `root`, in name order.

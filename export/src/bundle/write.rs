@@ -1,6 +1,7 @@
 //! Export: checkpoint folder in, bundle folder out, whole or not at all.
 
 use std::{
+    collections::BTreeMap,
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
@@ -14,7 +15,7 @@ use super::{
 };
 use crate::{
     arch::{
-        ARCHITECTURES, ArchError, Architecture, Authored, Authoring, RawFile, Source,
+        ARCHITECTURES, ArchError, Architecture, Authored, Authoring, RawFile, Source, StageGraph,
         flux2::imported::contract::{ContractError, Role},
     },
     bytes::ByteSize,
@@ -97,6 +98,8 @@ pub enum ExportEvent {
     },
     /// The folder that is being filled; it becomes the bundle at the end and is removed on an error.
     Staging(PathBuf),
+    /// Something that the user should know.
+    Note(String),
     /// Something is not as the user may expect it.
     Warning(String),
     /// All graphs are authored: this many bytes will be written.
@@ -148,6 +151,9 @@ pub fn export(
     let Chosen { mut recipe, origin } =
         Recipe::choose(request.recipe, request.source, architecture.default_recipe, request.set)?;
     progress(ExportEvent::Recipe { name: recipe.name.clone(), origin });
+    if let Some(license) = recipe.weights_license() {
+        progress(ExportEvent::Note(format!("licence of the weights: {license}")));
+    }
     check_family(&recipe, architecture)?;
     let mut profile = recipe.profile(request.profile)?.clone();
     let target = Target { out: request.out, force: request.force };
@@ -180,8 +186,12 @@ pub fn export(
     progress(ExportEvent::Staging(staging.path().to_owned()));
     let mut writer = FolderWriter { folder: staging.path(), files: Vec::new(), progress };
     let stages = writer.stages(&authored.stages)?;
+    let mut underflows = underflows(&authored.stages);
     for raw in &authored.raw_files {
-        writer.raw(raw)?;
+        underflows.insert(&raw.path, writer.raw(raw)?);
+    }
+    if let Some(note) = underflow_note(&underflows) {
+        (writer.progress)(ExportEvent::Note(note));
     }
     for folder in &authored.copied_folders {
         writer.copy_folder(request.source, folder)?;
@@ -244,8 +254,26 @@ fn origin_of(source: &Path, recipe: &Recipe) -> Origin {
         checkpoint: name.unwrap_or_default(),
         repo: recipe.source.repo.clone(),
         revision: recipe.source.revision.clone(),
-        license: recipe.source.license.clone(),
+        license: recipe.weights_license().map(str::to_owned),
     }
+}
+
+/// By weight, how many of its values were rounded when it was written because they are too small for f16.
+fn underflows(stages: &[StageGraph]) -> BTreeMap<&str, u64> {
+    let values = stages.iter().flat_map(|stage| stage.model.graph.values());
+    let constants = values.filter_map(|(_, value)| Some((&value.name[..], value.constant.as_ref()?)));
+    // Stages may share a weight.
+    constants.map(|(name, tensor)| (name, tensor.bytes.underflows())).collect()
+}
+
+fn underflow_note(underflows: &BTreeMap<&str, u64>) -> Option<String> {
+    let (name, most) = underflows.iter().max_by_key(|(_, count)| **count).filter(|(_, count)| **count > 0)?;
+    let all: u64 = underflows.values().sum();
+    let tensors = underflows.values().filter(|count| **count > 0).count();
+    Some(format!(
+        "f16 has no numbers as small as {all} of the bf16 weights, below 2^-17, which were rounded; they are in {tensors} tensors, \
+         most ({most}) in {name}"
+    ))
 }
 
 fn sha256_of(path: &Path) -> Result<String, ExportError> {

@@ -123,6 +123,11 @@ pub trait Compute: Send + Sync {
         None
     }
 
+    /// Values that the last computation rounded because they are too small for their new type.
+    fn underflows(&self) -> u64 {
+        0
+    }
+
     /// Bytes that the computation reads, where it is known to be cheap otherwise.
     fn reads(&self) -> Option<usize> {
         None
@@ -178,6 +183,14 @@ impl Bytes {
             Bytes::Inline(_) | Bytes::Mapped { .. } => Some(self.len()),
             Bytes::Computed { source, .. } => source.reads(),
             Bytes::Absent { .. } => None,
+        }
+    }
+
+    /// Values that were rounded when the bytes were last computed, because they are too small for their type.
+    pub fn underflows(&self) -> u64 {
+        match self {
+            Bytes::Computed { source, .. } => source.underflows(),
+            _ => 0,
         }
     }
 

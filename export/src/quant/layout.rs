@@ -63,6 +63,10 @@ impl Compute for Select {
         self.tensor.bytes.reads()
     }
 
+    fn underflows(&self) -> u64 {
+        self.tensor.bytes.underflows()
+    }
+
     fn compute(&self) -> Result<Vec<Vec<u8>>, ComputeError> {
         let bytes = self.tensor.bytes.read()?;
         let mut out = Vec::with_capacity(self.len);
@@ -95,6 +99,10 @@ impl Compute for Transpose {
 
     fn reads(&self) -> Option<usize> {
         self.tensor.bytes.reads()
+    }
+
+    fn underflows(&self) -> u64 {
+        self.tensor.bytes.underflows()
     }
 
     fn compute(&self) -> Result<Vec<Vec<u8>>, ComputeError> {

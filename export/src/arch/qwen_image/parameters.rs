@@ -257,3 +257,100 @@ impl Parameters {
         sizes
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arch::TextRows;
+
+    fn parameters() -> Parameters {
+        serde_json::from_value(serde_json::json!({
+            "text": {
+                "length": 640, "head_dim": 128, "rope_theta": 5e6,
+                "template": { "system": "s", "before": "b", "after": "a" },
+                "embedding": { "file": "embedding.bin", "dtype": "f16", "rows": 9, "width": 4 },
+            },
+            "transformer": {
+                "channels": 64, "layers": 32, "width": 4096, "axes": [16, 56, 56], "rope_theta": 10000.0,
+                "time_channels": 256, "time_order": "cos_first", "graphs": "prefix", "centred": true, "text_sigma": 0.0,
+            },
+            "vae": {
+                "pixels_per_token": 16, "multiple": 32, "default_side": 1024, "attention_rows": 1024,
+                "post_stages": ["vae_post0"],
+            },
+            "schedule": {
+                "steps": 40,
+                "shift": { "base_tokens": 256, "max_tokens": 8192, "base": 0.5, "max": 0.9, "terminal": 0.02 },
+            },
+        }))
+        .unwrap()
+    }
+
+    fn request(steps: usize, halvings: u32) -> SizesRequest {
+        let text = TextRows { encoded: 40, read: 26 };
+        SizesRequest { width: 1030, height: 540, steps, halvings, text }
+    }
+
+    #[test]
+    fn every_symbol_has_its_size() {
+        let parameters = parameters();
+        parameters.check().unwrap();
+        let size = parameters.size(1030, 540).unwrap();
+        let expected = [
+            ("chunk_rows", 512),
+            ("encoded_seq", 40),
+            ("image_height", 512),
+            ("image_seq", 2048),
+            ("image_width", 1024),
+            ("joint_seq", 2074),
+            ("kv_rows", 2048),
+            ("latent_height", 32),
+            ("latent_width", 64),
+            ("levels", 41),
+            ("text_seq", 26),
+            ("up0_height", 64),
+            ("up0_width", 128),
+            ("up1_height", 128),
+            ("up1_width", 256),
+            ("up2_height", 256),
+            ("up2_width", 512),
+            ("up3_height", 512),
+            ("up3_width", 1024),
+        ];
+        let expected = Sizes::from(expected.map(|(name, size)| (name.to_owned(), size)));
+        assert_eq!(parameters.sizes(size, &request(40, 1)), expected);
+        assert_eq!(parameters.sizes(size, &request(40, u32::MAX))["chunk_rows"], 1);
+        let smallest = parameters.size(32, 32).unwrap();
+        assert_eq!(parameters.sizes(smallest, &request(1, 0))["chunk_rows"], 4);
+    }
+
+    #[test]
+    fn numbers_beyond_their_limits_are_refused() {
+        type Change = fn(&mut Parameters);
+        let changes: [(&str, Change); 9] = [
+            ("text.length", |p| p.text.length = MAX_TEXT_LENGTH + 1),
+            ("transformer.layers", |p| p.transformer.layers = 0),
+            ("transformer.axes", |p| p.transformer.axes = vec![16, 1 << 17, 56]),
+            ("transformer.rope_theta", |p| p.transformer.rope_theta = f64::NAN),
+            ("transformer.text_sigma", |p| p.transformer.text_sigma = Some(f32::NAN)),
+            ("vae.multiple", |p| p.vae.multiple = 40),
+            ("schedule.sigmas", |p| p.schedule.sigmas = Some(vec![1.0, 0.5, 0.5])),
+            ("schedule.shift", |p| p.schedule.shift.base = f64::INFINITY),
+            ("schedule.shift", |p| p.schedule.shift.max_tokens = 256),
+        ];
+        for (key, change) in changes {
+            let mut parameters = parameters();
+            change(&mut parameters);
+            let problem = parameters.check().unwrap_err();
+            assert!(problem.starts_with(key), "{key}: {problem}");
+        }
+    }
+
+    #[test]
+    fn noise_levels_of_a_checkpoint_say_how_many_steps_there_are() {
+        let mut schedule = parameters().schedule;
+        assert_eq!(schedule.default_steps(), 40);
+        schedule.sigmas = Some(vec![1.0, 0.5]);
+        assert_eq!(schedule.default_steps(), 2);
+    }
+}
