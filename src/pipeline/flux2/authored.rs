@@ -3,7 +3,7 @@
 
 use viaduct_export::{arch::flux2::parameters::Parameters, shapes::Sizes};
 
-use super::{Conditions, Flux2, Flux2Error, Graphs, Inputs, TEXT_ENCODER, id_tensor, misshapen, shaped};
+use super::{Conditions, Flux2, Flux2Error, Graphs, Inputs, TEXT_ENCODER, misshapen, seen_ids, shaped};
 use crate::{
     pipeline::{
         embedding::gather_rows,
@@ -109,13 +109,9 @@ impl Authored {
     ) -> Result<(HostTensor, HostTensor), Flux2Error> {
         let transformer = &self.0.transformer;
         let [rows, columns] = size.grid();
-        let mut ids = text_ids(self.0.text.length, transformer.text_ids);
-        let image = image_ids(0, rows, columns);
-        if probe.internals() {
-            probe.boundary("txt_ids", id_tensor(&ids));
-            probe.boundary("img_ids", id_tensor(&image));
-        }
-        ids.extend(image);
+        let text = text_ids(self.0.text.length, transformer.text_ids);
+        let mut ids = seen_ids("txt_ids", text, probe);
+        ids.extend(seen_ids("img_ids", image_ids(0, rows, columns), probe));
         let (cos, sin) = rope_tables(&ids, &transformer.axes, transformer.rope_theta)?;
         if probe.internals() {
             probe.boundary("rope_cos", cos.each_twice());

@@ -23,6 +23,7 @@ use super::{
     image::{ImageError, check_finite, check_varied},
     noise::{LatentError, draw_latents, pack_latents},
     position::{PositionError, PositionId},
+    probe::Probe,
     prompt::{EncodedPrompt, PromptEncoder, PromptError},
     run::{Run, Watch},
     run_folder::RunFolder,
@@ -32,7 +33,7 @@ use super::{
 use crate::{
     plan::Plan,
     runtime::{Binding, Executor, Placement, Provider, RuntimeError, TensorView},
-    tensor::HostTensor,
+    tensor::{HostTensor, Values},
 };
 
 /// Stages that bundles of both forms have.
@@ -477,6 +478,15 @@ fn latents_after(step: usize) -> String {
 /// Position ids as [1, tokens, 4].
 fn id_tensor(ids: &[PositionId]) -> HostTensor {
     HostTensor::i64(&[1, ids.len(), 4], ids.iter().flatten().copied().collect())
+}
+
+/// Position ids as the probe lets them pass.
+fn seen_ids(name: &str, ids: Vec<PositionId>, probe: &mut dyn Probe) -> Vec<PositionId> {
+    let seen = probe.boundary(name, id_tensor(&ids));
+    match &seen.values {
+        Values::I64(values) if seen.shape == [1, ids.len(), 4] => values.as_chunks().0.to_vec(),
+        _ => ids,
+    }
 }
 
 /// A stage's output, whose shape the host relies on: a graph need not be the one that the manifest describes.
