@@ -307,7 +307,7 @@ fn bug_25_padding_rows() {
         &oracle.join("prompt_embeds.npy"),
         npy::to_bytes(&HostTensor::new(&shape, Values::F32(values.into()))),
     );
-    let output = run(directory.path(), "verify b --oracle o --ep cpu");
+    let output = run(directory.path(), "verify b --oracle o --ep cpu --no-controls");
     assert_eq!(output.status.code(), Some(3), "{}", text(&output.stderr));
     assert!(
         text(&output.stderr).contains("the first is prompt_embeds (padding rows)"),
