@@ -102,7 +102,8 @@ fn cpu_flux2_a() {
 #[test]
 fn cpu_flux2_b() {
     let bundle = Checkpoint::of_fixture("flux2-b").export("f32", &[]);
-    assert_sharp(&bundle, "f32", "flux2-b", "cpu");
+    // Its prompt fills all rows, so that controls of the padding cannot be planted.
+    assert_agrees(&bundle, "f32", "flux2-b", "cpu", PLAIN);
 }
 
 #[test]

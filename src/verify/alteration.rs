@@ -27,35 +27,43 @@ pub enum Impossible {
     Excepted,
 }
 
+/// Why a boundary was not altered.
+#[derive(Debug, thiserror::Error)]
+pub enum AlterationError {
+    #[error(transparent)]
+    Reference(#[from] VerifyError),
+    #[error(transparent)]
+    Impossible(#[from] Impossible),
+}
+
 /// The altered tensor; `padding` says which rows of the text are.
 pub fn altered(
     how: &Alteration,
     tensor: &HostTensor,
     oracle: &Oracle,
     padding: &[bool],
-) -> Result<Result<HostTensor, Impossible>, VerifyError> {
+) -> Result<HostTensor, AlterationError> {
     let values = tensor.to_f32();
-    let values = match how {
-        Alteration::Zeros => Ok(vec![0.0; values.len()]),
-        Alteration::Ones => Ok(vec![1.0; values.len()]),
-        Alteration::ZeroPadding => Ok(zero_padding(values, padding)),
-        Alteration::Roll(axis) => rolled(&values, &tensor.shape, *axis),
-        Alteration::Swap(columns) => swapped(values, &tensor.shape, *columns),
-        Alteration::Replace(name) | Alteration::Repeat(name) | Alteration::Undo(name) => {
-            match oracle.tensor(name)? {
-                Some(other) => match how {
-                    Alteration::Replace(_) if other.shape == tensor.shape => Ok(other.to_f32()),
-                    Alteration::Replace(_) => Err(Impossible::Shape(name.clone())),
-                    _ => mapped(tensor, &other, name, matches!(how, Alteration::Undo(_))),
-                },
-                None => Err(Impossible::NoReference(name.clone())),
-            }
-        }
+    let reference = |name: &String| {
+        let reference = oracle.tensor(name)?;
+        reference.ok_or_else(|| AlterationError::from(Impossible::NoReference(name.clone())))
     };
-    Ok(values.and_then(|values| {
-        let altered = HostTensor::f32(&tensor.shape, values).as_type(tensor.values.dtype());
-        if altered == *tensor { Err(Impossible::NoChange) } else { Ok(altered) }
-    }))
+    let values = match how {
+        Alteration::Zeros => vec![0.0; values.len()],
+        Alteration::Ones => vec![1.0; values.len()],
+        Alteration::ZeroPadding => zero_padding(values, padding),
+        Alteration::Roll(axis) => rolled(&values, &tensor.shape, *axis)?,
+        Alteration::Swap(columns) => swapped(values, &tensor.shape, *columns)?,
+        Alteration::Replace(name) => replaced(tensor, &reference(name)?, name)?,
+        Alteration::Repeat(name) => mapped(tensor, &reference(name)?, name, Way::Forth)?,
+        Alteration::Undo(name) => mapped(tensor, &reference(name)?, name, Way::Back)?,
+    };
+    let altered = HostTensor::f32(&tensor.shape, values).as_type(tensor.values.dtype());
+    if altered == *tensor { Err(Impossible::NoChange.into()) } else { Ok(altered) }
+}
+
+fn replaced(tensor: &HostTensor, other: &HostTensor, name: &str) -> Result<Vec<f32>, Impossible> {
+    if other.shape == tensor.shape { Ok(other.to_f32()) } else { Err(Impossible::Shape(name.to_owned())) }
 }
 
 fn zero_padding(mut values: Vec<f32>, padding: &[bool]) -> Vec<f32> {
@@ -85,11 +93,18 @@ fn swapped(mut values: Vec<f32>, shape: &[usize], [a, b]: [usize; 2]) -> Result<
     Ok(values)
 }
 
+/// Whether a map is applied or undone.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Forth,
+    Back,
+}
+
 /// A channel's scale and shift.
 type Map = (f64, f64);
 
 /// The tensor once more through the maps that lead from it to another one, or back through them.
-fn mapped(tensor: &HostTensor, to: &HostTensor, name: &str, undo: bool) -> Result<Vec<f32>, Impossible> {
+fn mapped(tensor: &HostTensor, to: &HostTensor, name: &str, way: Way) -> Result<Vec<f32>, Impossible> {
     let shape = || Impossible::Shape(name.to_owned());
     let (from, to) = (Channels::of(tensor).ok_or_else(shape)?, Channels::of(to).ok_or_else(shape)?);
     let to = to.folded(from.count).filter(|to| to.tokens() == from.tokens()).ok_or_else(shape)?;
@@ -97,7 +112,7 @@ fn mapped(tensor: &HostTensor, to: &HostTensor, name: &str, undo: bool) -> Resul
     let maps = maps.ok_or_else(|| Impossible::NoMap(name.to_owned()))?;
     let moved = |(index, value): (usize, f32)| {
         let ((scale, shift), value) = (maps[from.channel_of(index)], f64::from(value));
-        (if undo { (value - shift) / scale } else { value * scale + shift }) as f32
+        (if way == Way::Back { (value - shift) / scale } else { value * scale + shift }) as f32
     };
     Ok(tensor.to_f32().into_iter().enumerate().map(moved).collect())
 }
@@ -203,20 +218,20 @@ mod tests {
             .map(|[token, channel]| pixel(token, channel));
         let planes = of(&[1, 1, 2, 4], &plane);
         let near = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-4);
-        let repeated = mapped(&tokens, &planes, "planes", false).unwrap();
+        let repeated = mapped(&tokens, &planes, "planes", Way::Forth).unwrap();
         let once: Vec<f32> = (0..8).map(|index| pixel(index / 4, index % 4)).collect();
         assert!(near(&repeated, &once), "{repeated:?}");
-        let undone = mapped(&of(&[1, 2, 4], &once), &planes, "planes", true).unwrap();
+        let undone = mapped(&of(&[1, 2, 4], &once), &planes, "planes", Way::Back).unwrap();
         assert!(near(&undone, &once), "of itself nothing is undone: {undone:?}");
-        let back = mapped(&tokens, &planes, "planes", true).unwrap();
-        let twice = mapped(&of(&[1, 2, 4], &back), &tokens, "tokens", false).unwrap();
+        let back = mapped(&tokens, &planes, "planes", Way::Back).unwrap();
+        let twice = mapped(&of(&[1, 2, 4], &back), &tokens, "tokens", Way::Forth).unwrap();
         assert!(near(&twice, tokens.to_f32().as_slice()), "{twice:?}");
     }
 
     #[test]
     fn what_is_no_map_is_refused() {
         let tokens = of(&[1, 3, 1], &[1.0, 2.0, 3.0]);
-        let refused = |to: &HostTensor| mapped(&tokens, to, "to", false).unwrap_err();
+        let refused = |to: &HostTensor| mapped(&tokens, to, "to", Way::Forth).unwrap_err();
         assert_eq!(refused(&of(&[1, 3, 1], &[1.0, 4.0, 9.0])), Impossible::NoMap("to".to_owned()));
         assert_eq!(refused(&of(&[1, 3, 1], &[1.0; 3])), Impossible::NoMap("to".to_owned()));
         assert_eq!(refused(&of(&[1, 3, 1], &[f32::NAN; 3])), Impossible::NoMap("to".to_owned()));

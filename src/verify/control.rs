@@ -5,7 +5,7 @@ use viaduct_export::gates::{Control, Measure};
 
 use super::{
     Oracle, VerifyError,
-    alteration::{Impossible, altered},
+    alteration::{AlterationError, Impossible, altered},
     compare::forced,
     judge::Judge,
     replay::{Progress, Recording, Replayer},
@@ -121,8 +121,8 @@ impl Controls<'_> {
         let drawn = self.subject.draw(&mut replayer, &mut fault, listener);
         let Fault { mut rows, failed, .. } = fault;
         match failed {
-            Some(Failure::Reference(error)) => return Err(error),
-            Some(Failure::Impossible(impossible)) => return Ok(Err(impossible)),
+            Some(AlterationError::Reference(error)) => return Err(error),
+            Some(AlterationError::Impossible(impossible)) => return Ok(Err(impossible)),
             None => {}
         }
         if !progress.ended.get() {
@@ -144,12 +144,6 @@ impl Controls<'_> {
     }
 }
 
-/// Why a fault was not planted.
-enum Failure {
-    Reference(VerifyError),
-    Impossible(Impossible),
-}
-
 /// The probe: the reference's tensors up to the altered boundary, the run's own behind it.
 struct Fault<'a> {
     oracle: &'a Oracle,
@@ -159,16 +153,16 @@ struct Fault<'a> {
     judged: &'a str,
     progress: &'a Progress,
     rows: Vec<Row>,
-    failed: Option<Failure>,
+    failed: Option<AlterationError>,
 }
 
 impl Fault<'_> {
     /// What the run is to go on with.
-    fn pass(&mut self, name: &str, tensor: &HostTensor) -> Result<Option<HostTensor>, Failure> {
+    fn pass(&mut self, name: &str, tensor: &HostTensor) -> Result<Option<HostTensor>, AlterationError> {
         let is_altered = self.progress.altered.get();
         let of_interest = if is_altered { name == self.judged } else { self.oracle.names.contains(name) };
         let reference = match of_interest {
-            true => self.oracle.tensor(name).map_err(Failure::Reference)?,
+            true => self.oracle.tensor(name)?,
             false => None,
         };
         if is_altered {
@@ -182,8 +176,7 @@ impl Fault<'_> {
         if name != self.control.alters {
             return Ok(Some(tensor));
         }
-        let altered = altered(&self.control.how, &tensor, self.oracle, self.judge.padding());
-        let altered = altered.map_err(Failure::Reference)?.map_err(Failure::Impossible)?;
+        let altered = altered(&self.control.how, &tensor, self.oracle, self.judge.padding())?;
         self.progress.altered.set(true);
         Ok(Some(altered))
     }
