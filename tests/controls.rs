@@ -46,7 +46,9 @@ fn each_fault_is_found_where_it_is_made() {
 fn a_missing_mask_moves_the_padding_rows_only() {
     let bundle = Checkpoint::of_fixture("flux2-a").export_with_fault("f32", "no_pad_mask");
     let report = bundle.verify(&oracle("flux2-a"), "cpu", 3);
-    assert_eq!(missed(&report), ["prompt_embeds (padding rows)", "image_01"]);
+    let mut missed = missed(&report);
+    missed.dedup();
+    assert_eq!(missed, ["prompt_embeds (padding rows)", "image_01"]);
 }
 
 /// The wide bars of 8-bit weights hide no fault of a trained model.

@@ -120,6 +120,23 @@ fn checkpoints() {
         ),
         export("bar that is none", "-o out --set gates.f32.tensor=nan", |_| (), 2, &["gates.f32", "NaN"]),
         export(
+            "bar of a component that is none",
+            "-o out --set gates.f32.transformer.velocity=-1",
+            |_| (),
+            2,
+            &["gates.f32", "-1"],
+        ),
+        export(
+            "unknown control",
+            "-o out --recipe r.toml",
+            |d| {
+                let control = "alters = \"x\"\nhow = \"melt\"\nmisses = \"y\"\nmeasure = \"psnr\"";
+                put(&d.join("r.toml"), format!("base = \"flux2-klein\"\n[controls.x]\n{control}\n"));
+            },
+            1,
+            &["melt", "zero_padding"],
+        ),
+        export(
             "misspelt section",
             "-o out --recipe r.toml",
             |d| {
@@ -219,7 +236,7 @@ fn bundles_and_targets() {
         ),
         case(
             "oracle of nothing",
-            "verify b --oracle o --ep cpu",
+            "verify b --oracle o --ep cpu --no-store --no-controls",
             |d| {
                 fs::create_dir(d.join("o")).unwrap();
                 let oracle = bad::root().join("tests/fixtures/flux2-a/oracle");

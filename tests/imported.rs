@@ -72,6 +72,13 @@ fn a_legacy_bundle_draws_the_picture_of_ours() {
     ] {
         assert!(names.contains(&name), "{name} is not among {names:?}");
     }
+    // The controls are as red as in graphs of ours, and there is no manifest to keep results in.
+    let assert = bundle.verify_command(&oracle(FIXTURE), "cpu", &[]).assert().code(0);
+    let told = String::from_utf8(assert.get_output().stderr.clone()).unwrap();
+    assert!(told.contains("the results are not kept in the bundle"), "{told}");
+    let report: Value = serde_json::from_slice(&assert.get_output().stdout).unwrap();
+    let verdicts = report["controls"].as_array().unwrap().iter().map(|control| &control["verdict"]);
+    assert!(verdicts.clone().count() > 5 && verdicts.clone().all(|verdict| verdict == "red"), "{report}");
 }
 
 #[test]

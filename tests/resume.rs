@@ -15,7 +15,7 @@ use std::{
 };
 
 use serde_json::Value;
-use support::{Bundle, Checkpoint, fixture, scratch, viaduct};
+use support::{Bundle, Checkpoint, fixture, json, oracle, scratch, viaduct};
 use tempfile::TempDir;
 use viaduct::{npy, pipeline::event::Event, tensor::HostTensor};
 
@@ -204,6 +204,20 @@ fn a_killed_run_goes_on() {
 #[test]
 fn an_interrupted_run_goes_on() {
     goes_on_from_every_point(&Case::klein(), INT);
+}
+
+/// Results in a bundle's manifest do not make it another bundle.
+#[test]
+fn a_run_goes_on_in_a_bundle_that_was_verified_meanwhile() {
+    let case = Case::flux2_a();
+    let undisturbed = case.draw();
+    case.stop(KILL, "step:1");
+    case.bundle.verify_with(&oracle("flux2-a"), "cpu", &["--no-controls"], 0);
+    assert_eq!(json(&case.bundle.path().join("bundle.json"))["verified"].as_array().unwrap().len(), 1);
+    let again = case.draw();
+    again.assert_same(&undisturbed);
+    assert!(again.resumed_from().is_some(), "{}", again.told);
+    case.assert_clean();
 }
 
 /// From the moment on at which there is something to take away.

@@ -55,7 +55,7 @@ export_() { # bundle checkpoint options...
 verify() { # bundle oracle name
     local ep
     for ep in "${eps[@]}"; do
-        check "$1, $3, $ep" "$viaduct" verify "$work/$1" --oracle "$2" --ep "$ep"
+        check "$1, $3, $ep" "$viaduct" verify "$work/$1" --oracle "$2" --ep "$ep" --no-store
     done
 }
 

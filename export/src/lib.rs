@@ -8,6 +8,7 @@ pub mod bytes;
 pub mod device;
 pub mod files;
 pub mod flops;
+pub mod gates;
 pub mod locked_file;
 pub mod locked_folder;
 pub mod memory;

@@ -12,7 +12,12 @@ use std::{
 use regex::Regex;
 use serde::{Deserialize, Serialize};
 
-use crate::{files::read_limited, onnx::DType, quant::Fit};
+use crate::{
+    files::read_limited,
+    gates::{Control, Gates},
+    onnx::DType,
+    quant::Fit,
+};
 
 /// The recipes that ship with the program.
 const RECIPES: &[(&str, &str)] = &[
@@ -65,6 +70,9 @@ pub struct Recipe {
     /// Bars of `verify`, by profile name.
     #[serde(default)]
     pub gates: BTreeMap<String, Gates>,
+    /// Faults that `verify` plants to see that its bars notice them, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub controls: BTreeMap<String, Control>,
     #[serde(flatten)]
     pub sections: toml::Table,
 }
@@ -188,19 +196,6 @@ pub struct PrecisionChange {
     pub rules: Option<Vec<Rule>>,
 }
 
-/// The bars that `verify` holds a bundle of one profile to.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Gates {
-    /// Largest relative error (max|a-b| / max|b|) of a boundary tensor.
-    pub tensor: f64,
-    /// Smallest PSNR of the final image to the reference, dB.
-    pub image_db: f64,
-    /// Largest relative error by boundary name, where it differs from `tensor`.
-    #[serde(default)]
-    pub tensors: BTreeMap<String, f64>,
-}
-
 impl Precision {
     /// The storage format of the weight with that checkpoint name.
     pub fn format_of(&self, weight: &str) -> WeightFormat {
@@ -281,7 +276,7 @@ impl Recipe {
         finish(table, &format!("'{name}'"), set)
     }
 
-    /// What of the recipe holds for graphs that others exported: its name, and the bars of `verify`. How they store
+    /// What of the recipe holds for graphs that others exported: its name, and the bars and controls of `verify`. How they store
     /// weights, and where these come from, is not the recipe's to say.
     pub fn of_imported(self) -> Recipe {
         Recipe {
@@ -325,10 +320,10 @@ impl Recipe {
 
     fn check_gates(&self) -> Result<(), String> {
         for (name, gates) in &self.gates {
-            let bars = gates.tensors.values().chain([&gates.tensor, &gates.image_db]);
-            if let Some(bar) = bars.clone().find(|bar| !bar.is_finite() || **bar < 0.0) {
-                return Err(format!("gates.{name}: {bar} is no bar; bars are finite and not negative"));
-            }
+            gates.check().map_err(|problem| format!("gates.{name}: {problem}"))?;
+        }
+        for (name, control) in &self.controls {
+            control.check().map_err(|problem| format!("controls.{name}: {problem}"))?;
         }
         Ok(())
     }

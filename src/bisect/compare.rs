@@ -1,10 +1,8 @@
 //! How far two tensors are apart, and whether that is near enough.
 
-use half::f16;
 use serde::Serialize;
-use viaduct_export::onnx::DType;
 
-use crate::tensor::{HostTensor, Values};
+use crate::tensor::{HostTensor, Sums, Values};
 
 /// Relative L2 below which two tensors agree, where everything before them was computed in f32.
 const F32_TOLERANCE: f64 = 1e-4;
@@ -199,60 +197,10 @@ fn exact(a: &Values, b: &Values) -> Option<usize> {
     }
 }
 
-#[derive(Clone, Copy, Debug, Default)]
-struct Sums {
-    aa: f64,
-    bb: f64,
-    ab: f64,
-    difference: f64,
-}
-
-impl Sums {
-    fn add(&mut self, a: f64, b: f64) {
-        self.aa += a * a;
-        self.bb += b * b;
-        self.ab += a * b;
-        self.difference += (a - b) * (a - b);
-    }
-
-    fn include(&mut self, other: &Sums) {
-        self.aa += other.aa;
-        self.bb += other.bb;
-        self.ab += other.ab;
-        self.difference += other.difference;
-    }
-
-    /// Infinite for something against nothing.
-    fn relative_l2(&self) -> f64 {
-        if self.difference == 0.0 { 0.0 } else { (self.difference / self.bb).sqrt() }
-    }
-
-    /// 1 for nothing against nothing, 0 for something against nothing.
-    fn cosine(&self) -> f64 {
-        match (self.aa > 0.0, self.bb > 0.0) {
-            (false, false) => 1.0,
-            (true, true) => self.ab / (self.aa.sqrt() * self.bb.sqrt()),
-            _ => 0.0,
-        }
-    }
-}
-
-/// The tensor in another of the types that the host holds; itself if it has that type already.
-pub fn as_type(tensor: &HostTensor, dtype: DType) -> HostTensor {
-    let floats = || tensor.to_f32().into_iter();
-    let values = match dtype {
-        own if own == tensor.values.dtype() => tensor.values.clone(),
-        DType::F32 => Values::F32(floats().collect()),
-        DType::F16 => Values::F16(floats().map(f16::from_f32).collect()),
-        DType::I64 => Values::I64(floats().map(|x| x as i64).collect()),
-        DType::U8 => Values::U8(floats().map(|x| x as u8).collect()),
-        _ => tensor.values.clone(),
-    };
-    HostTensor { shape: tensor.shape.clone(), values }
-}
-
 #[cfg(test)]
 mod tests {
+    use viaduct_export::onnx::DType;
+
     use super::*;
 
     fn of(shape: &[usize], values: &[f32]) -> HostTensor {
@@ -320,7 +268,7 @@ mod tests {
     #[test]
     fn other_types_are_compared_as_numbers() {
         let b = of(&[2], &[1.0, 1000.0]);
-        let a = as_type(&b, DType::F16);
+        let a = b.as_type(DType::F16);
         assert_eq!((a.values.dtype(), parting(&a, &b)), (DType::F16, None));
     }
 }

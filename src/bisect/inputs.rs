@@ -6,7 +6,6 @@ use viaduct_export::{
 };
 
 use super::{
-    compare::as_type,
     side::Tensors,
     tensors::{TensorFiles, TensorsError, carried},
 };
@@ -92,7 +91,7 @@ pub fn inputs(
         let name = &graph[id].name;
         let dtype = host_type(graph, id)?;
         let tensor = match known(name)? {
-            Some(tensor) => fitted(graph, id, sizes, as_type(&tensor, dtype))?,
+            Some(tensor) => fitted(graph, id, sizes, tensor.as_type(dtype))?,
             None => {
                 inputs.invented.push(name.clone());
                 invented(graph, id, &shape(graph, id, sizes)?, dtype, seed)
@@ -154,7 +153,7 @@ fn fitted(graph: &Graph, id: ValueId, sizes: &Sizes, tensor: HostTensor) -> Resu
         let values = tensor.to_f32();
         if fits(&once) && values.as_chunks::<2>().0.iter().all(|[a, b]| a == b) {
             let once = HostTensor::f32(&once, values.into_iter().step_by(2).collect());
-            return Ok(as_type(&once, tensor.values.dtype()));
+            return Ok(once.as_type(tensor.values.dtype()));
         }
     }
     let wanted = wanted.iter().zip(dims).map(|(size, dim)| size.map_or(dim.to_string(), |n| n.to_string()));
@@ -179,7 +178,7 @@ fn invented(graph: &Graph, id: ValueId, shape: &[usize], dtype: DType, seed: u64
         false if is("mask") => Box::new(|_| 1.0),
         false => Box::new(move |_| (random.unit() * rows as f32).floor()),
     };
-    as_type(&HostTensor::f32(shape, (0..count).map(value).collect()), dtype)
+    HostTensor::f32(shape, (0..count).map(value).collect()).as_type(dtype)
 }
 
 /// The same angle for the same place in tables of cosines and of sines.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use viaduct_export::{arch::SizesRequest, bundle::Bundle};
 
-use super::{BisectError, compare::as_type, side::Tensors};
+use super::{BisectError, side::Tensors};
 use crate::{
     pipeline::{
         event::Listener,
@@ -53,7 +53,7 @@ impl Probe for &Picture<'_> {
         // A file that cannot be read is an error as soon as it is compared with.
         match oracle.tensor(name) {
             Ok(Some(reference)) if reference.shape == tensor.shape => {
-                as_type(&reference, tensor.values.dtype())
+                reference.as_type(tensor.values.dtype())
             }
             _ => tensor,
         }

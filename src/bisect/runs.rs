@@ -10,7 +10,7 @@ use viaduct_export::{
 use super::{
     BisectError, Options,
     alone::Alone,
-    compare::{Difference, Tolerance, as_type},
+    compare::{Difference, Tolerance},
     report::{Contribution, Finding, NodeOutline, label},
     reproduction::{self, Extract, Reproduction},
     search::{Compare, Found},
@@ -260,7 +260,7 @@ impl Runs<'_> {
         let (ids, names): (Vec<ValueId>, Vec<&str>) = asked.into_iter().unzip();
         let in_own_type = |(id, tensor): (ValueId, HostTensor)| {
             let dtype = shapes.fact(id).dtype.and_then(carried);
-            (id, as_type(&tensor, dtype.unwrap_or_else(|| tensor.values.dtype())))
+            (id, tensor.as_type(dtype.unwrap_or_else(|| tensor.values.dtype())))
         };
         let tensors = self.b.values(&names)?;
         let theirs: BTreeMap<ValueId, HostTensor> = ids.into_iter().zip(tensors).map(in_own_type).collect();

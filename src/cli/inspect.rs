@@ -16,7 +16,7 @@ use viaduct_export::{
 };
 
 use super::{exit::UsageError, printer::print};
-use crate::{pipeline::image::png_texts, printable};
+use crate::{pipeline::image::png_texts, printable, verify::summaries};
 
 /// Larger than any picture that `viaduct generate` writes.
 const MAX_PICTURE: u64 = 256 << 20;
@@ -83,6 +83,9 @@ fn bundle(path: &Path, hashes: bool) -> anyhow::Result<Value> {
         "source": manifest.source, "bytes": bundle.bytes(), "files": manifest.files.len(),
         "hashes": hashed, "parameters": manifest.parameters, "stages": stages,
     });
+    if !manifest.verified.is_empty() {
+        report["verified"] = summaries(&manifest.verified).into();
+    }
     if bundle.is_imported() {
         report["reexport_gains"] = serde_json::to_value(gains(&bundle)?)?;
     }
@@ -149,7 +152,7 @@ fn lines(value: &Value, depth: usize) -> String {
         Value::Object(_) => format!("{indent}{key}:\n{}", lines(value, depth + 1)),
         Value::String(text) => format!("{indent}{key}: {}\n", printable::one_line(text)),
         Value::Array(items) if items.iter().all(Value::is_string) => {
-            let items = items.iter().filter_map(Value::as_str);
+            let items = items.iter().filter_map(Value::as_str).map(printable::one_line);
             format!("{indent}{key}:\n{}", items.map(|item| format!("{indent}  {item}\n")).collect::<String>())
         }
         Value::Array(items) if items.iter().all(Value::is_object) => {

@@ -1,13 +1,17 @@
 //! Tensors on the host, as they travel between files, the pipeline and the runtime.
 
 mod buffer;
+mod sums;
 
 use std::{ops::Range, path::Path};
 
 use half::f16;
 use viaduct_export::onnx::DType;
 
-pub use buffer::{Buffer, Element, TensorFile, as_bytes};
+pub use self::{
+    buffer::{Buffer, Element, TensorFile, as_bytes},
+    sums::Sums,
+};
 
 /// The values of a [`HostTensor`].
 #[derive(Clone, Debug, PartialEq)]
@@ -162,6 +166,20 @@ impl HostTensor {
             _ => return None,
         };
         Some(HostTensor { shape: self.shape.clone(), values })
+    }
+
+    /// The tensor in another of the types that the host holds, by way of f32; itself if it has that type already.
+    pub fn as_type(&self, dtype: DType) -> HostTensor {
+        let floats = || self.to_f32().into_iter();
+        let values = match dtype {
+            own if own == self.values.dtype() => self.values.clone(),
+            DType::F32 => Values::F32(floats().collect()),
+            DType::F16 => Values::F16(floats().map(f16::from_f32).collect()),
+            DType::I64 => Values::I64(floats().map(|x| x as i64).collect()),
+            DType::U8 => Values::U8(floats().map(|x| x as u8).collect()),
+            _ => self.values.clone(),
+        };
+        HostTensor { shape: self.shape.clone(), values }
     }
 
     /// The tensor with its values as f32, without a copy if they are.

@@ -1,35 +1,51 @@
-//! Compares a bundle with reference tensors, boundary by boundary.
+//! Compares a bundle with reference tensors, boundary by boundary, and sees that the comparison would notice a fault.
 //!
 //! Two runs: in the first every boundary is compared and then replaced by the reference's tensor, so that a fault shows
-//! where it is made and nowhere else; the second runs free, as a user's would, and its picture is compared.
+//! where it is made and nowhere else; the second runs free, as a user's would, and its picture is compared. Then the recipe's
+//! controls are planted, each in the component that must notice it.
 
+mod alteration;
 mod compare;
+mod control;
+mod judge;
 mod oracle;
+mod replay;
+mod row;
+mod sensitivity;
+mod stored;
+mod subject;
 
-use std::path::PathBuf;
+use std::{collections::BTreeMap, path::PathBuf};
 
 use serde::Serialize;
 use viaduct_export::{
     bundle::Bundle,
-    recipe::{Gates, RecipeError},
+    gates::{Gates, Measure},
+    recipe::RecipeError,
 };
 
-use self::compare::Comparer;
+use self::{
+    compare::Comparer,
+    control::Controls,
+    judge::{DRAWN, Judge},
+    replay::{Recorder, Recording},
+    sensitivity::{Ends, sense},
+    subject::{Drawn, Subject},
+};
 pub use self::{
-    compare::{Outcome, Row},
+    control::{Planted, Verdict},
     oracle::{Oracle, OracleRequest},
+    row::{Outcome, Row},
+    sensitivity::{Band, Sensitivity},
+    stored::{KeepError, keep, summaries},
 };
 use crate::{
     npy::NpyError,
     pipeline::{
-        event::Listener,
+        event::{Event, Listener},
         image::to_unit,
-        noise::draw_latents,
-        probe::NoProbe,
-        run::{Run, Watch},
-        run_folder::RunFolder,
         size::SizeError,
-        text_to_image::{Noise, PipelineError, Request, TextToImage},
+        text_to_image::PipelineError,
     },
     runtime::Executor,
 };
@@ -54,15 +70,26 @@ pub enum VerifyError {
     NoGates { recipe: String, profile: String },
 }
 
-/// Some boundary is further from the reference than its bar; exit code 3.
+/// The bundle is not verified; exit code 3.
 #[derive(Debug, thiserror::Error)]
-#[error("{missed} of {rows} boundaries miss their bar; the first is {first}: {value}, bar {bar}")]
-pub struct BarsMissed {
-    pub missed: usize,
-    pub rows: usize,
-    pub first: String,
-    pub value: String,
-    pub bar: String,
+pub enum BarsMissed {
+    /// Some boundary is further from the reference than its bar.
+    #[error("{missed} of {rows} boundaries miss their bar; the first is {first}: {value}, bar {bar}")]
+    Missed { missed: usize, rows: usize, first: String, value: String, bar: String },
+    /// A bar is not missed by a planted fault.
+    #[error(
+        "{green} of {controls} controls stay green: the gate has no teeth; the first is {first}, which should miss the bar of {misses}"
+    )]
+    Toothless { green: usize, controls: usize, first: String, misses: String },
+}
+
+/// What is asked of a bundle besides the comparison.
+#[derive(Clone, Copy, Debug)]
+pub struct VerifyOptions {
+    /// Plants the recipe's controls.
+    pub controls: bool,
+    /// Disturbed prompts that are drawn for the model's own band.
+    pub seeds: usize,
 }
 
 /// The comparison's result.
@@ -73,18 +100,46 @@ pub struct Report {
     pub rows: Vec<Row>,
     /// Reference tensors that were not compared.
     pub not_compared: Vec<String>,
-    /// Nodes by execution provider, over both runs.
-    pub nodes: std::collections::BTreeMap<String, usize>,
+    pub controls: Vec<Planted>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sensitivity: Option<Sensitivity>,
+    /// Whether the free picture is as near to the reference as the model's own pictures are to each other.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub picture_within_band: Option<bool>,
+    /// Nodes by execution provider, over the runs without a fault.
+    pub nodes: BTreeMap<String, usize>,
 }
 
 impl Report {
-    /// An error if any row misses its bar.
+    /// An error if any row misses its bar, or any control does not.
     pub fn check(&self) -> Result<(), BarsMissed> {
         let mut missed = self.rows.iter().filter(|row| row.outcome == Outcome::Missed);
-        let Some(first) = missed.next() else { return Ok(()) };
-        let [value, bar] = first.figures();
-        let name = first.name.clone();
-        Err(BarsMissed { missed: 1 + missed.count(), rows: self.rows.len(), first: name, value, bar })
+        if let Some(first) = missed.next() {
+            let [value, bar] = first.figures();
+            let (rows, first) = (self.rows.len(), first.name.clone());
+            return Err(BarsMissed::Missed { missed: 1 + missed.count(), rows, first, value, bar });
+        }
+        let mut green = self.controls.iter().filter(|control| control.verdict == Verdict::Green);
+        let Some(first) = green.next() else { return Ok(()) };
+        let (controls, misses) = (self.controls.len(), first.misses.clone());
+        let first = first.name.clone();
+        Err(BarsMissed::Toothless { green: 1 + green.count(), controls, first, misses })
+    }
+
+    /// Judges the free picture by the model's own band. A picture that misses its bar within the band tells nothing that the model
+    /// does not do by itself; this counts only where nothing else is wrong, because a fault may widen the band, and shows in
+    /// the boundaries then.
+    fn judge_by_band(&mut self) {
+        let Some(sensitivity) = &self.sensitivity else { return };
+        let is_drawn = |row: &Row| row.name == DRAWN && row.measure == Measure::Psnr;
+        let others = self.rows.iter().filter(|row| !is_drawn(row));
+        let alone = others.clone().all(|row| row.outcome == Outcome::Passed);
+        let Some(picture) = self.rows.iter_mut().find(|row| is_drawn(row)) else { return };
+        let within = picture.value >= sensitivity.image_db.worst;
+        self.picture_within_band = Some(within);
+        if within && alone && picture.outcome == Outcome::Missed {
+            picture.outcome = Outcome::WithinBand;
+        }
     }
 }
 
@@ -92,80 +147,54 @@ impl Report {
 pub fn verify(
     bundle: &Bundle,
     oracle: &Oracle,
+    options: VerifyOptions,
     executor: &mut dyn Executor,
     listener: &mut dyn Listener,
 ) -> Result<Report, VerifyError> {
-    let pipeline = TextToImage::open(bundle)?;
+    let subject = Subject::open(bundle, oracle)?;
     let gates = gates(bundle)?;
-    check_settings(&pipeline, oracle)?;
-    let request = request(&pipeline, oracle)?;
+    let mut comparer = Comparer::new(oracle, Judge::new(oracle, gates)?);
+    let Drawn { image, mut nodes } = subject.draw(executor, &mut comparer, listener)?;
+    comparer.decoded(&image)?;
 
-    let mut comparer = Comparer::new(oracle, &gates);
-    let mut run =
-        Run { executor, plan: None, watch: Watch::new(listener, &mut comparer), folder: RunFolder::none() };
-    let forced = pipeline.draw(&request, &mut run)?;
-    let mut nodes = run.watch.nodes;
-    if !oracle.names.contains("image_raw") {
-        comparer.forced_picture(&to_unit(&forced))?;
-    }
-
-    let mut nothing = NoProbe;
-    let mut run =
-        Run { executor, plan: None, watch: Watch::new(listener, &mut nothing), folder: RunFolder::none() };
-    let free = to_unit(&pipeline.draw(&request, &mut run)?);
-    for (provider, count) in run.watch.nodes {
+    let mut recorder = Recorder { executor, recording: Recording::default() };
+    let mut ends = Ends::of(subject.request.steps);
+    let drawn = subject.draw(&mut recorder, &mut ends, listener)?;
+    let Recorder { executor, recording } = recorder;
+    for (provider, count) in drawn.nodes {
         *nodes.entry(provider).or_default() += count;
     }
-    comparer.free_picture(&free)?;
-    compare_seed(&pipeline, oracle, &request, &mut comparer)?;
-    let (rows, not_compared) = comparer.finish()?;
-    let device = executor.device().to_string();
-    Ok(Report { profile: bundle.manifest.profile.clone(), device, rows, not_compared, nodes })
-}
-
-fn gates(bundle: &Bundle) -> Result<Gates, VerifyError> {
-    let (recipe, profile) = (&bundle.manifest.recipe, &bundle.manifest.profile);
-    let gates = recipe.gates.get(profile).cloned();
-    gates.ok_or_else(|| VerifyError::NoGates { recipe: recipe.name.clone(), profile: profile.clone() })
-}
-
-fn check_settings(pipeline: &TextToImage<'_>, oracle: &Oracle) -> Result<(), VerifyError> {
-    let list = |taps: &[usize]| taps.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
-    let stated = [
-        ("text_encoder.length", oracle.request.text_length.map(|n| n.to_string())),
-        ("text_encoder.taps", oracle.request.taps.as_deref().map(list)),
-    ];
-    for (key, bundle) in pipeline.family().settings() {
-        let oracle = stated.iter().find(|(known, _)| *known == key).and_then(|(_, oracle)| oracle.clone());
-        if let Some(oracle) = oracle.filter(|oracle| *oracle != bundle) {
-            return Err(VerifyError::Mismatch { key, bundle, oracle });
-        }
+    let free = to_unit(&drawn.image);
+    comparer.drawn(&free);
+    if let Some(noise) = subject.noise_of_seed() {
+        comparer.noise(&noise, &oracle.noise(subject.request.size)?);
     }
-    Ok(())
+    let judge = comparer.judge.clone();
+    let (rows, not_compared) = comparer.finish()?;
+
+    let sensitivity = sense(options.seeds, (&free, &ends), (&subject, &recording), executor, listener)?;
+    let mut planted = Vec::new();
+    let controls = Controls { subject: &subject, judge: &judge, recording: &recording };
+    for (name, control) in bundle.manifest.recipe.controls.iter().filter(|_| options.controls) {
+        listener.on_event(Event::note(format!("control {name}")));
+        planted.push(controls.plant(name, control, executor, listener)?);
+    }
+    let mut report = Report {
+        profile: bundle.manifest.profile.clone(),
+        device: executor.device().to_string(),
+        rows,
+        not_compared,
+        controls: planted,
+        sensitivity,
+        picture_within_band: None,
+        nodes,
+    };
+    report.judge_by_band();
+    Ok(report)
 }
 
-fn request(pipeline: &TextToImage<'_>, oracle: &Oracle) -> Result<Request, VerifyError> {
-    let asked = &oracle.request;
-    let size = pipeline.family().size(asked.width, asked.height)?;
-    Ok(Request {
-        prompt: asked.prompt.clone(),
-        negative: None,
-        size,
-        steps: asked.steps,
-        noise: Noise::Given(oracle.noise(size)?),
-    })
-}
-
-/// The oracle's seed must give the oracle's noise.
-fn compare_seed(
-    pipeline: &TextToImage<'_>,
-    oracle: &Oracle,
-    request: &Request,
-    comparer: &mut Comparer<'_>,
-) -> Result<(), VerifyError> {
-    let Some(seed) = oracle.request.seed else { return Ok(()) };
-    let [rows, columns] = request.size.grid();
-    let noise = draw_latents(seed, pipeline.family().channels(), rows, columns);
-    comparer.noise(&noise, &oracle.noise(request.size)?);
-    Ok(())
+fn gates(bundle: &Bundle) -> Result<&Gates, VerifyError> {
+    let (recipe, profile) = (&bundle.manifest.recipe, &bundle.manifest.profile);
+    let gates = recipe.gates.get(profile);
+    gates.ok_or_else(|| VerifyError::NoGates { recipe: recipe.name.clone(), profile: profile.clone() })
 }

@@ -8,6 +8,9 @@ use std::{
 
 use serde::Deserialize;
 
+use sha2::{Digest, Sha256};
+use viaduct_export::files::{hex, sha256};
+
 use super::VerifyError;
 use crate::{
     npy,
@@ -15,6 +18,7 @@ use crate::{
     tensor::HostTensor,
 };
 
+const REQUEST: &str = "request.json";
 const MAX_REQUEST_BYTES: u64 = 1 << 20;
 
 /// What the reference run was asked for.
@@ -42,7 +46,7 @@ pub struct Oracle {
 
 impl Oracle {
     pub fn open(folder: &Path) -> Result<Oracle, VerifyError> {
-        let path = folder.join("request.json");
+        let path = folder.join(REQUEST);
         let problem = |problem: String| VerifyError::Oracle { path: path.clone(), problem };
         let metadata = fs::metadata(&path).map_err(|e| problem(e.to_string()))?;
         if metadata.len() > MAX_REQUEST_BYTES {
@@ -60,6 +64,26 @@ impl Oracle {
             })
             .collect();
         Ok(Oracle { folder: folder.to_owned(), request, names })
+    }
+
+    /// The folder's last two names, by which people know it.
+    pub fn name(&self) -> String {
+        let folder = self.folder.canonicalize().unwrap_or_else(|_| self.folder.clone());
+        let names: Vec<_> = folder.iter().map(|name| name.to_string_lossy()).collect();
+        names[names.len().saturating_sub(2)..].join("/")
+    }
+
+    /// SHA-256 of the request and of every tensor.
+    pub fn sha256(&self) -> Result<String, VerifyError> {
+        let tensors = self.names.iter().map(|name| format!("{name}.npy"));
+        let mut all = Sha256::new();
+        for file in [REQUEST.to_owned()].into_iter().chain(tensors) {
+            let path = self.folder.join(&file);
+            let hash = sha256(&path, &mut |_| ())
+                .map_err(|e| VerifyError::Oracle { path, problem: e.to_string() })?;
+            all.update(format!("{file} {hash}\n"));
+        }
+        Ok(hex(&all.finalize()))
     }
 
     pub fn folder(&self) -> &Path {

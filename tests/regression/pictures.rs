@@ -24,7 +24,7 @@ fn bug_25_padding_rows() {
         let path = entry.unwrap().path();
         fs::copy(&path, oracle.join(path.file_name().unwrap())).unwrap();
     }
-    let output = succeed(directory.path(), "verify b --oracle o --ep cpu");
+    let output = succeed(directory.path(), "verify b --oracle o --ep cpu --no-controls");
     for class in ["prompt_embeds (real rows)", "prompt_embeds (padding rows)"] {
         assert!(text(&output.stdout).contains(class), "{}", text(&output.stdout));
     }
@@ -39,7 +39,7 @@ fn bug_25_padding_rows() {
         &oracle.join("prompt_embeds.npy"),
         npy::to_bytes(&HostTensor::new(&shape, Values::F32(values.into()))),
     );
-    let output = run(directory.path(), "verify b --oracle o --ep cpu");
+    let output = run(directory.path(), "verify b --oracle o --ep cpu --no-controls");
     assert_eq!(output.status.code(), Some(3), "{}", text(&output.stderr));
     assert!(
         text(&output.stderr).contains("the first is prompt_embeds (padding rows)"),

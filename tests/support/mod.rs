@@ -162,11 +162,23 @@ impl Bundle {
         self.0.path().join("bundle")
     }
 
-    /// The report of `viaduct verify`, which must end with the given exit code.
-    pub fn verify(&self, oracle: &Path, ep: &str, code: i32) -> Value {
+    /// `viaduct verify` of it, to be run.
+    pub fn verify_command(&self, oracle: &Path, ep: &str, more: &[&str]) -> Command {
         let mut command = viaduct();
         command.arg("verify").arg(self.path()).arg("--oracle").arg(oracle).args(["--json", "--ep", ep]);
-        serde_json::from_slice(&command.assert().code(code).get_output().stdout).unwrap()
+        command.args(more);
+        command
+    }
+
+    /// The report of `viaduct verify` with some more arguments, which must end with the given exit code.
+    pub fn verify_with(&self, oracle: &Path, ep: &str, more: &[&str], code: i32) -> Value {
+        let assert = self.verify_command(oracle, ep, more).assert().code(code);
+        serde_json::from_slice(&assert.get_output().stdout).unwrap()
+    }
+
+    /// The report of the comparison alone.
+    pub fn verify(&self, oracle: &Path, ep: &str, code: i32) -> Value {
+        self.verify_with(oracle, ep, &["--no-controls", "--no-store"], code)
     }
 
     /// `viaduct generate` with this bundle, to be given its other arguments.

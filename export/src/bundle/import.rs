@@ -106,6 +106,7 @@ pub fn import(
         stages,
         files: writer.files,
         recipe: recipe.of_imported(),
+        verified: Vec::new(),
     };
     write_manifest(staging.path(), &manifest)?;
     Bundle::open(staging.path())?;

@@ -31,6 +31,10 @@ pub struct Manifest {
     pub stages: Vec<Stage>,
     /// Every file of the bundle but the manifest itself.
     pub files: Vec<FileEntry>,
+    /// What `verify` found, one entry for each device and reference, in that command's own form. It says nothing of what the
+    /// bundle is: two bundles that differ in it alone are the same.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub verified: Vec<serde_json::Value>,
 }
 
 /// Where the weights came from.

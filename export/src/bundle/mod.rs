@@ -10,6 +10,7 @@ mod outline;
 mod read;
 mod stages;
 mod target;
+mod verified;
 mod write;
 
 pub use gains::{Gain, gains};
@@ -19,4 +20,5 @@ pub use manifest::{FORMAT, FileEntry, MANIFEST, Manifest, Origin, Port, PortDim,
 pub use outline::{Outline, OutlineRequest, OutlineSource};
 pub use read::{Bundle, BundleError};
 pub use stages::Stages;
+pub use verified::StoreError;
 pub use write::{ExportError, ExportEvent, ExportRequest, ExportSummary, export};

@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// Larger than any manifest with thousands of files.
-const MAX_MANIFEST_BYTES: u64 = 16 << 20;
+pub(super) const MAX_MANIFEST_BYTES: u64 = 16 << 20;
 
 #[derive(Debug, thiserror::Error)]
 pub enum BundleError {

@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{ExportError, MANIFEST, Manifest, folder::MAX_COPIED_FILE};
+use super::{ExportError, MANIFEST, Manifest, folder::MAX_COPIED_FILE, verified::is_unfinished};
 use crate::{
     files::read_limited,
     staged_folder::{StagedFolder, folder_of},
@@ -59,7 +59,8 @@ fn replaceable(sources: &[&Path], path: PathBuf) -> Result<(), ExportError> {
     }
     let known: BTreeSet<PathBuf> =
         manifest.files.iter().map(|f| out.join(&f.path)).chain([out.join(MANIFEST)]).collect();
-    match files_below(&out).map_err(io)?.into_iter().find(|file| !known.contains(file)) {
+    let foreign = |file: &PathBuf| !known.contains(file) && !is_unfinished(&out, file);
+    match files_below(&out).map_err(io)?.into_iter().find(foreign) {
         Some(file) => Err(ExportError::Foreign { path, file }),
         None => Ok(()),
     }

@@ -208,6 +208,7 @@ pub fn export(
         stages,
         files: writer.files,
         recipe,
+        verified: Vec::new(),
     };
     write_manifest(staging.path(), &manifest)?;
     // Whoever is told of success must be able to open the result.

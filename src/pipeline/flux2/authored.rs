@@ -3,7 +3,7 @@
 
 use viaduct_export::{arch::flux2::parameters::Parameters, shapes::Sizes};
 
-use super::{Graphs, id_tensor, prompt_inputs};
+use super::{Graphs, prompt_inputs, seen_ids};
 use crate::{
     pipeline::{
         embedding::gather_rows,
@@ -114,13 +114,9 @@ impl Authored {
     ) -> Result<(HostTensor, HostTensor), PipelineError> {
         let transformer = &self.0.transformer;
         let [rows, columns] = size.grid();
-        let mut ids = text_ids(self.0.text.length, transformer.text_ids);
-        let image = image_ids(0, rows, columns);
-        if probe.internals() {
-            probe.boundary("txt_ids", id_tensor(&ids));
-            probe.boundary("img_ids", id_tensor(&image));
-        }
-        ids.extend(image);
+        let text = text_ids(self.0.text.length, transformer.text_ids);
+        let mut ids = seen_ids("txt_ids", text, probe);
+        ids.extend(seen_ids("img_ids", image_ids(0, rows, columns), probe));
         let (cos, sin) = rope_tables(&ids, &transformer.axes, transformer.rope_theta)?;
         if probe.internals() {
             probe.boundary("rope_cos", cos.each_twice());

@@ -44,11 +44,8 @@ impl Graphs for Imported {
     ) -> Result<Conditions, PipelineError> {
         let [rows, columns] = size.grid();
         let text = id_tensor(&text_ids(self.0.text.length, TextIds::Index));
-        let image = id_tensor(&image_ids(0, rows, columns));
-        if run.watch.probe.internals() {
-            run.watch.probe.boundary("txt_ids", text.clone());
-            run.watch.probe.boundary("img_ids", image.clone());
-        }
+        let text = run.watch.boundary("txt_ids", text);
+        let image = run.watch.boundary("img_ids", id_tensor(&image_ids(0, rows, columns)));
         let sigmas = &schedule.sigmas()[..schedule.steps()];
         let of_step = |sigma: &f32| vec![("sigma".into(), HostTensor::f32(&[1], vec![*sigma]))];
         Ok(Conditions {

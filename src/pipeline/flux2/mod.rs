@@ -14,13 +14,14 @@ use viaduct_export::{
 use self::{authored::Authored, imported::Imported};
 use super::{
     position::PositionId,
+    probe::Probe,
     prompt::{EncodedPrompt, PromptEncoder, PromptError},
     run::Run,
     schedule::{Schedule, ScheduleError},
     size::Size,
     text_to_image::{ATTENTION, Conditions, Family, Inputs, PipelineError, Sampled, Strips, TextToImage},
 };
-use crate::tensor::HostTensor;
+use crate::tensor::{HostTensor, Values};
 
 /// How graphs of one form are fed: see [`Family`].
 trait Graphs {
@@ -162,4 +163,13 @@ fn id_tensor(ids: &[PositionId]) -> HostTensor {
 /// What the transformer takes of a prompt.
 fn prompt_inputs(embeds: &HostTensor) -> Inputs {
     vec![("prompt_embeds".into(), embeds.clone())]
+}
+
+/// Position ids as the probe lets them pass.
+fn seen_ids(name: &str, ids: Vec<PositionId>, probe: &mut dyn Probe) -> Vec<PositionId> {
+    let seen = probe.boundary(name, id_tensor(&ids));
+    match &seen.values {
+        Values::I64(values) if seen.shape == [1, ids.len(), 4] => values.as_chunks().0.to_vec(),
+        _ => ids,
+    }
 }

@@ -114,6 +114,7 @@ pub(super) fn open(folder: &Path) -> Result<(Manifest, BTreeMap<String, Adapter>
         parameters: serde_json::to_value(&parameters).unwrap_or_default(),
         stages: graphs.iter().map(stage).collect(),
         files: reader.files.into_iter().map(|(path, bytes)| FileEntry::without_hash(path, bytes)).collect(),
+        verified: Vec::new(),
     };
     Ok((manifest, adapters))
 }

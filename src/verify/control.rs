@@ -1,0 +1,199 @@
+//! Controls: faults that are planted in a run to see that the bars notice them.
+
+use serde::{Deserialize, Serialize};
+use viaduct_export::gates::{Control, Measure};
+
+use super::{
+    Oracle, VerifyError,
+    alteration::{AlterationError, Impossible, altered},
+    compare::forced,
+    judge::Judge,
+    replay::{Progress, Recording, Replayer},
+    row::{Outcome, Row, figures},
+    subject::{Drawn, Subject},
+};
+use crate::{
+    pipeline::{event::Listener, image::to_unit, probe::Probe},
+    runtime::Executor,
+    tensor::HostTensor,
+};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// The fault is noticed, as it should be.
+    Red,
+    /// The fault is not noticed: the bar has no teeth.
+    Green,
+    /// It could not be planted in this request.
+    NotRun,
+}
+
+/// A control and what came of it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Planted {
+    pub name: String,
+    pub alters: String,
+    /// The row that it must miss.
+    pub misses: String,
+    pub measure: Measure,
+    pub verdict: Verdict,
+    /// None where the run refused what came of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub value: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bar: Option<f64>,
+    pub detail: String,
+}
+
+impl Planted {
+    /// Value and bar as one reads them, where the fault led to numbers.
+    pub fn figures(&self) -> Option<[String; 2]> {
+        Some(figures(self.measure, self.value?, self.bar?))
+    }
+}
+
+/// Numbers of a planted fault, or the refusal to go on with them.
+enum Found {
+    Row(Row),
+    Refused(String),
+}
+
+/// What controls are planted in.
+pub struct Controls<'a> {
+    pub subject: &'a Subject<'a>,
+    pub judge: &'a Judge<'a>,
+    /// Of a run without a fault.
+    pub recording: &'a Recording,
+}
+
+impl Controls<'_> {
+    /// Plants a control. Stages before the altered boundary are answered from the recording and from the reference, and nothing
+    /// runs after what is judged.
+    pub fn plant(
+        &self,
+        name: &str,
+        control: &Control,
+        executor: &mut dyn Executor,
+        listener: &mut dyn Listener,
+    ) -> Result<Planted, VerifyError> {
+        let control = control.at(self.subject.request.steps);
+        let found = match control.except.iter().any(|profile| profile == self.subject.profile()) {
+            true => Err(Impossible::Excepted),
+            false => self.run(&control, executor, listener)?,
+        };
+        let planted = |verdict, row: Option<Row>, detail| Planted {
+            name: name.to_owned(),
+            alters: control.alters.clone(),
+            misses: control.misses.clone(),
+            measure: control.measure,
+            verdict,
+            value: row.as_ref().map(|row| row.value),
+            bar: row.as_ref().map(|row| row.bar),
+            detail,
+        };
+        Ok(match found {
+            Ok(Found::Row(row)) if row.outcome == Outcome::Missed => {
+                planted(Verdict::Red, Some(row), String::new())
+            }
+            Ok(Found::Row(row)) => planted(Verdict::Green, Some(row), String::new()),
+            Ok(Found::Refused(problem)) => planted(Verdict::Red, None, problem),
+            Err(impossible) => planted(Verdict::NotRun, None, impossible.to_string()),
+        })
+    }
+
+    fn run(
+        &self,
+        control: &Control,
+        executor: &mut dyn Executor,
+        listener: &mut dyn Listener,
+    ) -> Result<Result<Found, Impossible>, VerifyError> {
+        let misses = control.misses.as_str();
+        let judged = misses.split(" (").next().unwrap_or(misses);
+        if !self.subject.oracle.names.contains(judged) {
+            return Ok(Err(Impossible::NoReference(judged.to_owned())));
+        }
+        let progress = Progress::default();
+        let (oracle, judge) = (self.subject.oracle, self.judge);
+        let mut fault =
+            Fault { oracle, judge, control, judged, progress: &progress, rows: Vec::new(), failed: None };
+        let mut replayer = Replayer { executor, recording: self.recording, progress: &progress };
+        let drawn = self.subject.draw(&mut replayer, &mut fault, listener);
+        let Fault { mut rows, failed, .. } = fault;
+        match failed {
+            Some(AlterationError::Reference(error)) => return Err(error),
+            Some(AlterationError::Impossible(impossible)) => return Ok(Err(impossible)),
+            None => {}
+        }
+        if !progress.ended.get() {
+            let image = match drawn {
+                Ok(Drawn { image, .. }) => to_unit(&image),
+                Err(error) if progress.altered.get() => {
+                    return Subject::refusal(error).map(|problem| Ok(Found::Refused(problem)));
+                }
+                Err(error) => return Err(error),
+            };
+            rows.extend(judge.decoded(&image));
+            rows.extend(judge.drawn(&image));
+        }
+        if !progress.altered.get() {
+            return Ok(Err(Impossible::NoBoundary(control.alters.clone())));
+        }
+        let row = rows.into_iter().find(|row| row.name == misses && row.measure == control.measure);
+        Ok(row.map(Found::Row).ok_or_else(|| Impossible::NoBoundary(misses.to_owned())))
+    }
+}
+
+/// The probe: the reference's tensors up to the altered boundary, the run's own behind it.
+struct Fault<'a> {
+    oracle: &'a Oracle,
+    judge: &'a Judge<'a>,
+    control: &'a Control,
+    /// The boundary whose rows are wanted.
+    judged: &'a str,
+    progress: &'a Progress,
+    rows: Vec<Row>,
+    failed: Option<AlterationError>,
+}
+
+impl Fault<'_> {
+    /// What the run is to go on with.
+    fn pass(&mut self, name: &str, tensor: &HostTensor) -> Result<Option<HostTensor>, AlterationError> {
+        let is_altered = self.progress.altered.get();
+        let of_interest = if is_altered { name == self.judged } else { self.oracle.names.contains(name) };
+        let reference = match of_interest {
+            true => self.oracle.tensor(name)?,
+            false => None,
+        };
+        if is_altered {
+            if let Some(reference) = reference {
+                self.rows.extend(self.judge.rows(name, tensor, &reference));
+                self.progress.ended.set(true);
+            }
+            return Ok(None);
+        }
+        let tensor = forced(tensor.clone(), reference);
+        if name != self.control.alters {
+            return Ok(Some(tensor));
+        }
+        let altered = altered(&self.control.how, &tensor, self.oracle, self.judge.padding())?;
+        self.progress.altered.set(true);
+        Ok(Some(altered))
+    }
+}
+
+impl Probe for Fault<'_> {
+    fn boundary(&mut self, name: &str, tensor: HostTensor) -> HostTensor {
+        if self.progress.ended.get() {
+            return tensor;
+        }
+        match self.pass(name, &tensor) {
+            Ok(altered) => altered.unwrap_or(tensor),
+            Err(failure) => {
+                self.failed.get_or_insert(failure);
+                self.progress.ended.set(true);
+                tensor
+            }
+        }
+    }
+}
