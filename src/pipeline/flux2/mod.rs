@@ -249,14 +249,30 @@ impl<'a> Flux2<'a> {
         self.sample_batch(requests, run)
     }
 
-    /// The final latents of all pictures.
-    fn sample_batch(&self, requests: &[Request], run: &mut Run<'_>) -> Result<Vec<HostTensor>, Flux2Error> {
+    /// The prompts of all pictures, encoded: the text encoder alone runs.
+    pub fn embeds_of_all(
+        &self,
+        requests: &[Request],
+        run: &mut Run<'_>,
+    ) -> Result<Vec<HostTensor>, Flux2Error> {
+        requests.iter().try_for_each(|request| self.check(request))?;
+        run.folder = RunFolder::none();
+        self.encode_batch(requests, run)
+    }
+
+    /// The encoded prompt of each picture.
+    fn encode_batch(&self, requests: &[Request], run: &mut Run<'_>) -> Result<Vec<HostTensor>, Flux2Error> {
         let same_prompt: Vec<_> = requests.chunk_by(|a, b| a.prompt == b.prompt).collect();
         let prompts = same_prompt.iter().map(|requests| self.tokenize(&requests[0].prompt, run));
         let prompts = prompts.collect::<Result<Vec<_>, _>>()?;
         let sizes = requests.first().map(|request| self.sizes(request.size, request.steps, run.plan));
         let encoded = self.encode(&prompts, &sizes.unwrap_or_default(), run)?.into_iter().zip(same_prompt);
-        let mut embeds = encoded.flat_map(|(embeds, requests)| vec![embeds; requests.len()]);
+        Ok(encoded.flat_map(|(embeds, requests)| vec![embeds; requests.len()]).collect())
+    }
+
+    /// The final latents of all pictures.
+    fn sample_batch(&self, requests: &[Request], run: &mut Run<'_>) -> Result<Vec<HostTensor>, Flux2Error> {
+        let mut embeds = self.encode_batch(requests, run)?.into_iter();
         let mut latents = Vec::with_capacity(requests.len());
         for alike in requests.chunk_by(|a, b| (a.size, a.steps) == (b.size, b.steps)) {
             let begin = |(request, embeds)| self.begin(request, embeds, run);
@@ -404,6 +420,7 @@ impl<'a> Flux2<'a> {
         let binding = Binding {
             sizes,
             exposed: if internals { &["dit_", "vae_"] } else { &[] },
+            scaled: &[],
             settings,
             planned: plan.and_then(|plan| plan.bytes(name)),
             ahead: &plan.map(|plan| plan.opened_ahead(name)).unwrap_or_default(),
