@@ -5,10 +5,14 @@ mod support;
 use std::{
     fs,
     path::{Path, PathBuf},
+    process::Command,
 };
 
 use serde_json::Value;
-use support::{Bundle, Checkpoint, difference, oracle, scratch, tensor, tensors, viaduct, webgpu::webgpu};
+use support::{
+    Bundle, Checkpoint, difference, oracle, python::python, runtime_folder, scratch, tensor, tensors,
+    viaduct, webgpu::webgpu,
+};
 use viaduct::{
     pipeline::{
         event::Event,
@@ -63,6 +67,26 @@ fn the_picture_is_the_references() {
 }
 
 /// In whatever order stages run, and whether their sessions stay, a picture is that of a command of its own.
+#[test]
+fn klein_emoji_draws_what_is_asked() {
+    let Some(python) = python() else { return };
+    let checkpoint = Checkpoint::klein_emoji();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let judge = |bundle: &Bundle| {
+        let mut command = Command::new(&python);
+        command.arg(root.join("tools/adherence")).arg(bundle.path()).args(["--count", "12", "--program"]);
+        command.arg(env!("CARGO_BIN_EXE_viaduct")).env("VIADUCT_RUNTIME", runtime_folder());
+        command.output().unwrap()
+    };
+    let output = judge(&checkpoint.export("q4", &[]));
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{stdout}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(stdout.contains("swapped (control): label 0.000, background 0.000 of 12"), "{stdout}");
+    let output = judge(&checkpoint.export_with_fault("q4", "swiglu_swapped"));
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8(output.stdout).unwrap().starts_with("asked: label 0.0"));
+}
+
 #[test]
 fn several_pictures_are_those_of_single_runs() {
     let (bundle, folder) = (Checkpoint::klein_emoji().export("q8", &[]), scratch());

@@ -5,26 +5,22 @@
 
 For every prompt both draw from the same seed, on the CPU provider. PSNR is that of the 8-bit pictures, dB: their rounding alone
 costs as much as 58 dB. Cosine errors (1 - cos) are teacher-forced: the text encoder gets the prompt, the transformer in each
-step what the f32 bundle had there (`viaduct verify`); the mean over all prompts and steps. Needs numpy, and the built program.
+step what the f32 bundle had there (`viaduct verify`); the mean over all prompts and steps. --adherence, for klein-emoji alone, counts the
+pictures that show the label and the background that the prompt names (tools/adherence), and, as a control, those that show the label
+of the next prompt. Needs numpy, and the built program.
 """
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent / "setup"))
-from check_picture import read_png  # noqa: E402
+from adherence.judge import Judge
+from drawing import PROGRAM, checked, draw, run, seed_of
 
-PROGRAM = Path(__file__).parent.parent / "target/release/viaduct"
 PROMPTS = Path(__file__).parent.parent / "bundles/klein-emoji/quality.txt"
-# Prompts of one command, which share a seed.
-GROUP = 8
-FIRST_SEED = 500
 COMPONENTS = {
     "text, real rows": "prompt_embeds (real rows)",
     "text, padding": "prompt_embeds (padding rows)",
@@ -32,41 +28,11 @@ COMPONENTS = {
 }
 
 
-def pixels(path):
-    """-> uint8 [height, width, 3]"""
-    width, height, samples = read_png(path)
-    return np.array(samples, np.uint8).reshape(height, width, 3)
-
-
-def run(program, *arguments):
-    command = [str(program), *map(str, arguments), "--ep", "cpu", "--progress", "none"]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def checked(result):
-    if result.returncode:
-        raise SystemExit(f"{' '.join(result.args)}: {result.stderr.strip()}")
-
-
-def draw(program, bundle, prompts, folder):
-    """-> pictures in 0..1 [prompts, height, width, 3]"""
-    pictures = []
-    for group, start in enumerate(range(0, len(prompts), GROUP)):
-        flags = [flag for prompt in prompts[start : start + GROUP] for flag in ("-p", prompt)]
-        out = folder / f"{group}.png"
-        count = len(flags) // 2
-        checked(run(program, "generate", "-b", bundle, "-o", out, "--seed", FIRST_SEED + group, "--in-process", "--force", *flags))
-        files = [out] if count == 1 else [folder / f"{group}-{i + 1}.png" for i in range(count)]
-        pictures += [pixels(file) for file in files]
-    return np.stack(pictures) / 255.0
-
-
 def oracles(program, bundle, prompts, folder):
     """Writes a folder of reference tensors for each prompt. -> the folders"""
     folders = [folder / f"oracle-{index}" for index in range(len(prompts))]
     for index, (prompt, out) in enumerate(zip(prompts, folders)):
-        picture = folder / "oracle.png"
-        seed = FIRST_SEED + index // GROUP
+        picture, seed = folder / "oracle.png", seed_of(index)
         result = run(program, "generate", "-b", bundle, "-o", picture, "-p", prompt, "--seed", seed, "--dump", out, "--in-process", "--force", "--json")
         checked(result)
         made = json.loads(result.stdout)
@@ -102,24 +68,37 @@ def parse():
     parser.add_argument("--program", type=Path, default=PROGRAM, help="%(default)s")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="prompts, one a line (%(default)s)")
     parser.add_argument("--oracles", type=int, default=6, help="prompts of which tensors are compared (%(default)s)")
+    parser.add_argument("--adherence", action="store_true", help="also count pictures that show what was asked for")
     return parser.parse_args()
+
+
+def row(args, bundle, prompts, reference, folders, folder):
+    """-> the figures of a bundle, in words"""
+    pictures = draw(args.program, bundle, prompts, folder)
+    psnr = -10 * np.log10(np.maximum(((pictures - reference) ** 2).mean((1, 2, 3)), 1e-12))
+    figures = [f"{size(bundle) / 1e6:.2f}", f"{psnr.mean():.2f}", f"{np.quantile(psnr, 0.1):.2f}"]
+    figures += [f"{value:.2e}" for value in cosine_errors(args.program, bundle, folders).values()]
+    if args.adherence:
+        judge = Judge()
+        asked, swapped = judge.scores(prompts, pictures), judge.scores(prompts[1:] + prompts[:1], pictures)
+        figures += [f"{asked[0]:.2f}", f"{asked[1]:.2f}", f"{swapped[0]:.2f}"]
+    return figures
 
 
 def main():
     args = parse()
     prompts = [line.strip() for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    columns = ["bundle", "MB", "PSNR, mean", "PSNR, p10", *(f"cosine error, {name}" for name in COMPONENTS)]
+    columns += ["label", "background", "label, swapped"] if args.adherence else []
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         reference = draw(args.program, args.reference, prompts, folder)
-        folders = oracles(args.program, args.reference, prompts[:: max(1, len(prompts) // max(1, args.oracles))][: args.oracles], folder)
-        print("| bundle | MB | PSNR, mean | PSNR, p10 | " + " | ".join(f"cosine error, {name}" for name in COMPONENTS) + " |")
-        print("|" + "---|" * (4 + len(COMPONENTS)))
+        chosen = prompts[:: max(1, len(prompts) // max(1, args.oracles))][: args.oracles]
+        folders = oracles(args.program, args.reference, chosen, folder)
+        print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
         for bundle in args.bundles:
-            error = ((draw(args.program, bundle, prompts, folder) - reference) ** 2).mean((1, 2, 3))
-            psnr = -10 * np.log10(np.maximum(error, 1e-12))
-            cosines = " | ".join(f"{value:.2e}" for value in cosine_errors(args.program, bundle, folders).values())
-            figures = f"{size(bundle) / 1e6:.2f} | {psnr.mean():.2f} | {np.quantile(psnr, 0.1):.2f} | {cosines}"
-            print(f"| `{bundle.name}` | {figures} |", flush=True)
+            figures = row(args, bundle, prompts, reference, folders, folder)
+            print(f"| `{bundle.name}` | {' | '.join(figures)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ klein_emoji() {
         for oracle in 0 1; do
             verify "klein-emoji-$profile" "tests/fixtures/klein-emoji/$oracle" "request $oracle"
         done
+        check "klein-emoji-$profile draws what is asked" .venv/bin/python tools/adherence "$work/klein-emoji-$profile" --program "$viaduct"
     done
 }
 

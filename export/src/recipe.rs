@@ -5,7 +5,7 @@
 
 use std::{
     collections::BTreeMap,
-    io,
+    io, iter,
     path::{Path, PathBuf},
 };
 
@@ -206,6 +206,11 @@ impl Precision {
     /// The precision of one component.
     pub fn component(&self, name: &str) -> Precision {
         self.components.get(name).map_or_else(|| self.clone(), |change| self.changed(change))
+    }
+
+    /// How the weights of the components are fitted.
+    pub fn fits(&self) -> impl Iterator<Item = Fit> {
+        iter::once(self.fit).chain(self.components.values().filter_map(|component| component.fit))
     }
 
     fn changed(&self, change: &PrecisionChange) -> Precision {

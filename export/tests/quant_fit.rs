@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use viaduct_export::{
     onnx::{DType, Tensor},
     quant::{
-        BlockFormat, DAMPING, Fitting, Gram, QuantError, WINDOW, dequantize, misfit, quantize,
+        BlockFormat, DAMPING, Fitting, Gram, QuantError, Quantized, WINDOW, dequantize, misfit, quantize,
         quantize_tensor,
     },
 };
@@ -154,6 +154,31 @@ fn windows_are_fitted_apart_and_threads_change_nothing() {
     for (whole, part) in whole.chunks_exact(k).zip(part.chunks_exact(WINDOW)) {
         assert_eq!(&whole[..WINDOW], part);
     }
+}
+
+/// FNV-1a of everything that is stored of a matrix.
+fn digest(quantized: &Quantized) -> u64 {
+    let Quantized { codes, scales, zero_points } = quantized;
+    let bytes = codes.iter().chain(scales).chain(zero_points.iter().flatten());
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
+}
+
+#[test]
+fn fitted_bytes_stay_what_they_are() {
+    let (n, k) = (21, 150);
+    let weights = Tensor::from_f32(&[n, k], &noise(10, n * k));
+    let known = || gram(&sums(11, k), k);
+    let digests = FORMATS.map(|format| {
+        let fittings = [Fitting::Search(None), Fitting::Search(Some(known())), Fitting::Feedback(known())];
+        fittings.map(|fitting| digest(&fitting.quantize(&weights, &format).unwrap()))
+    });
+    let expected = [
+        [0x3814_19ce_4bfa_6fa4, 0x7c50_58ac_7368_bfc3, 0xf6b8_dba2_3eee_5fa4],
+        [0x4f17_f234_43c7_e139, 0x5e8a_3a31_7814_f2e3, 0xdd3d_818d_c75a_eae8],
+        [0x3a9c_7698_f905_4d88, 0x86f6_4769_eb6e_1c5a, 0xfab4_4280_ac81_f99d],
+        [0xf781_2b8c_33cb_134b, 0x0082_8aed_206e_23b4, 0xf04e_3e69_6e78_196d],
+    ];
+    assert_eq!(digests, expected);
 }
 
 #[test]

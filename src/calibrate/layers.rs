@@ -1,8 +1,25 @@
-//! Which values of a graph its linear layers read.
+//! The linear layers of a graph, and which of its values they read.
 
 use std::collections::BTreeMap;
 
-use viaduct_export::onnx::{Graph, Node, NodeId, ValueId};
+use viaduct_export::onnx::{Graph, Node, ValueId};
+
+/// A value that is multiplied with a constant matrix, or with one that is cast.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Layer {
+    /// Name of the matrix.
+    pub weight: String,
+    /// Name of the value.
+    pub input: String,
+    /// Whether the value is an input of the graph itself.
+    pub is_graph_input: bool,
+    /// Columns of the value.
+    pub inputs: usize,
+    /// Name of the product.
+    pub output: String,
+    /// Columns of the product.
+    pub outputs: usize,
+}
 
 /// A value that linear layers read.
 #[derive(Clone, Debug, PartialEq)]
@@ -17,48 +34,48 @@ pub struct LayerInput {
     pub width: usize,
 }
 
-/// What the linear layers of a graph read, in the graph's order: every value that is multiplied with a constant matrix, or
-/// with one that is cast. A weight counts for the first value that it is multiplied with.
-pub fn layer_inputs(graph: &Graph) -> Vec<LayerInput> {
+/// The linear layers of a graph, in its order. A weight counts for the first value that it is multiplied with.
+pub fn layers(graph: &Graph) -> Vec<Layer> {
     let casts: BTreeMap<ValueId, ValueId> = graph
         .nodes()
         .filter(|(_, node)| node.is("Cast"))
         .filter_map(|(_, node)| Some((node.output(0)?, node.input(0)?)))
         .collect();
-    let mut inputs: Vec<LayerInput> = Vec::new();
-    let matrices = graph.nodes().filter_map(|node| matrix(graph, &casts, node));
-    for (value, weight, width) in matrices {
-        let weight = &graph[weight].name;
-        let name = &graph[value].name;
-        if inputs.iter().any(|input| input.weights.contains(weight)) {
-            continue;
+    let mut layers: Vec<Layer> = Vec::new();
+    for layer in graph.nodes().filter_map(|(_, node)| layer(graph, &casts, node)) {
+        if layers.iter().all(|known| known.weight != layer.weight) {
+            layers.push(layer);
         }
-        match inputs.iter_mut().find(|input| input.value == *name && input.width == width) {
-            Some(input) => input.weights.push(weight.clone()),
-            None => inputs.push(LayerInput {
-                value: name.clone(),
-                is_graph_input: graph.inputs.contains(&value),
-                weights: vec![weight.clone()],
-                width,
-            }),
+    }
+    layers
+}
+
+/// What the linear layers of a graph read, in the graph's order.
+pub fn layer_inputs(graph: &Graph) -> Vec<LayerInput> {
+    let mut inputs: Vec<LayerInput> = Vec::new();
+    for Layer { weight, input: value, is_graph_input, inputs: width, .. } in layers(graph) {
+        match inputs.iter_mut().find(|input| input.value == value && input.width == width) {
+            Some(input) => input.weights.push(weight),
+            None => inputs.push(LayerInput { value, is_graph_input, weights: vec![weight], width }),
         }
     }
     inputs
 }
 
-/// The value, the constant [K, N] and K of a matrix product.
-fn matrix(
-    graph: &Graph,
-    casts: &BTreeMap<ValueId, ValueId>,
-    (_, node): (NodeId, &Node),
-) -> Option<(ValueId, ValueId, usize)> {
+/// The layer that a matrix product is.
+fn layer(graph: &Graph, casts: &BTreeMap<ValueId, ValueId>, node: &Node) -> Option<Layer> {
     if !node.is("MatMul") {
         return None;
     }
-    let (value, matrix) = (node.input(0)?, node.input(1)?);
+    let (value, matrix, product) = (node.input(0)?, node.input(1)?, node.output(0)?);
     let weight = casts.get(&matrix).copied().unwrap_or(matrix);
-    match graph[weight].constant.as_ref()?.shape[..] {
-        [k, _] => Some((value, weight, k)),
-        _ => None,
-    }
+    let [inputs, outputs] = graph[weight].constant.as_ref()?.shape[..] else { return None };
+    Some(Layer {
+        weight: graph[weight].name.clone(),
+        input: graph[value].name.clone(),
+        is_graph_input: graph.inputs.contains(&value),
+        inputs,
+        output: graph[product].name.clone(),
+        outputs,
+    })
 }

@@ -2,11 +2,13 @@
 //! quantised weights with them.
 //!
 //! The model is run as usual, with the inputs of its layers exposed. What does not fit the budget at once is looked at in
-//! several passes, each of which draws the same pictures.
+//! several passes, each of which draws the same pictures. Then the first of them are drawn once more, to see what an error of
+//! each layer does to the result.
 
 mod layers;
 mod prompts;
 mod recorder;
+mod sensor;
 mod sums;
 
 use std::{
@@ -24,6 +26,7 @@ pub use self::prompts::PROMPTS;
 use self::{
     layers::{LayerInput, layer_inputs},
     recorder::{Recorder, Watched},
+    sensor::Sensor,
     sums::Sums,
 };
 use crate::{
@@ -33,7 +36,7 @@ use crate::{
         probe::NoProbe,
         run::{Run, Watch},
         run_folder::RunFolder,
-        text_to_image::{PipelineError, Request, TextToImage},
+        text_to_image::{PipelineError, Request, TEXT_ENCODER, TextToImage},
     },
     runtime::Executor,
 };
@@ -54,6 +57,14 @@ pub enum CalibrationError {
         "the graphs of this bundle were exported by others; only a bundle of a checkpoint can be calibrated"
     )]
     Imported,
+    #[error(
+        "stage {stage}: what {weights} is multiplied with is not finite, or its squares are not; `viaduct inspect` says whether the bundle is whole, and f32 holds larger values than f16"
+    )]
+    NotFinite { stage: String, weights: String },
+    #[error(
+        "a small error of {weight} makes the model's result infinite, or no number; f32 holds larger values than f16"
+    )]
+    Sensitivity { weight: String },
     #[error("{value} of stage {stage} has {width} columns, of which there are no statistics")]
     Width { stage: String, value: String, width: usize },
 }
@@ -79,6 +90,9 @@ pub struct Calibrated {
     pub bytes: u64,
 }
 
+/// Pictures of which it is seen what errors do: each is many runs.
+const SENSED: usize = 2;
+
 /// The inputs that one pass looks at, each with its stage.
 type Pass = Vec<(String, LayerInput)>;
 
@@ -94,12 +108,15 @@ pub fn calibrate(
         return Err(CalibrationError::Imported);
     }
     let pipeline = TextToImage::open(bundle)?;
-    let tokens = request.pictures.iter().map(|picture| picture.size.tokens()).max().unwrap_or(0);
-    let rows = tokens + pipeline.family().text_length();
+    let text = pipeline.family().text_length();
+    let joint = text + request.pictures.iter().map(|picture| picture.size.tokens()).max().unwrap_or(0);
+    let rows = |stage: &str| if stage == TEXT_ENCODER { text } else { joint };
     let passes = passes(inputs(bundle)?, rows, request.budget)?;
     let inputs: Vec<_> = passes.iter().flatten().map(|(_, input)| (input_name(input), input.width)).collect();
     let header = header(&inputs);
-    let bytes = inputs.iter().filter_map(|(_, width)| Sums::bytes(*width)).sum::<u64>() + header.len() as u64;
+    let weights: Vec<&String> = passes.iter().flatten().flat_map(|(_, input)| &input.weights).collect();
+    let sums = inputs.iter().filter_map(|(_, width)| Sums::bytes(*width)).sum::<u64>();
+    let bytes = header.len() as u64 + sums + size_of::<f32>() as u64 * weights.len() as u64;
     // An error of the run is no error of the file.
     let mut failed = None;
     let mut fill = |file: &mut dyn Write| -> Result<(), CalibrationError> {
@@ -109,6 +126,15 @@ pub fn calibrate(
             for sums in look(&pipeline, pass, request.pictures, executor, listener)? {
                 sums.write(file).map_err(CalibrationError::Write)?;
             }
+        }
+        listener.on_event(Event::note(format!("sensitivity of {} layers", weights.len())));
+        let sensor = sense(&pipeline, request.pictures, executor, listener)?;
+        for weight in &weights {
+            let sensitivity = sensor.sensitivity(weight) as f32;
+            if !sensitivity.is_finite() {
+                return Err(CalibrationError::Sensitivity { weight: (*weight).clone() });
+            }
+            file.write_all(&sensitivity.to_le_bytes()).map_err(CalibrationError::Write)?;
         }
         Ok(())
     };
@@ -120,8 +146,7 @@ pub fn calibrate(
     });
     failed.map_or(Ok(()), Err)?;
     written?;
-    let weights = passes.iter().flatten().map(|(_, input)| input.weights.len()).sum();
-    Ok(Calibrated { inputs: inputs.len(), weights, passes: passes.len(), bytes })
+    Ok(Calibrated { inputs: inputs.len(), weights: weights.len(), passes: passes.len(), bytes })
 }
 
 /// One pass: the sums of its inputs, in their order.
@@ -141,11 +166,34 @@ fn look(
     let mut nothing = NoProbe;
     let watch = Watch::new(listener, &mut nothing);
     let mut run = Run { executor: &mut recorder, plan: None, watch, folder: RunFolder::none() };
-    pipeline.latents_of_all(pictures, &mut run)?;
-    let mut watched: BTreeMap<_, _> =
-        recorder.watched.into_iter().map(|(stage, watched)| (stage, watched.into_iter())).collect();
-    let next = |(stage, _): &(String, LayerInput)| watched.get_mut(stage)?.next().map(|watched| watched.sums);
-    Ok(pass.iter().filter_map(next).collect())
+    let text_alone = pass.iter().all(|(stage, _)| stage == TEXT_ENCODER);
+    let drawn = match text_alone {
+        true => pipeline.embeds_of_all(pictures, &mut run),
+        false => pipeline.latents_of_all(pictures, &mut run),
+    };
+    let sums = recorder.sums(pass);
+    // A run that fails of infinite values does not know where they began.
+    let broken = pass.iter().zip(&sums).find(|(_, sums)| !sums.are_finite());
+    if let Some(((stage, input), _)) = broken {
+        return Err(CalibrationError::NotFinite { stage: stage.clone(), weights: input.weights.join(", ") });
+    }
+    drawn?;
+    Ok(sums)
+}
+
+/// What errors of the layers do to the first pictures.
+fn sense<'e>(
+    pipeline: &TextToImage<'_>,
+    pictures: &[Request],
+    executor: &'e mut dyn Executor,
+    listener: &mut dyn Listener,
+) -> Result<Sensor<'e>, CalibrationError> {
+    let mut sensor = Sensor::new(executor);
+    let mut nothing = NoProbe;
+    let watch = Watch::new(listener, &mut nothing);
+    let mut run = Run { executor: &mut sensor, plan: None, watch, folder: RunFolder::none() };
+    pipeline.latents_of_all(&pictures[..SENSED.min(pictures.len())], &mut run)?;
+    Ok(sensor)
 }
 
 /// What the layers of all stages before the decoder read.
@@ -161,12 +209,12 @@ fn inputs(bundle: &Bundle) -> Result<Pass, CalibrationError> {
     Ok(inputs)
 }
 
-/// Inputs in passes that keep to the budget; values have at most so many rows.
-fn passes(inputs: Pass, rows: usize, budget: u64) -> Result<Vec<Pass>, CalibrationError> {
+/// Inputs in passes that keep to the budget; the values of a stage have at most so many rows.
+fn passes(inputs: Pass, rows: impl Fn(&str) -> usize, budget: u64) -> Result<Vec<Pass>, CalibrationError> {
     let mut passes: Vec<Pass> = Vec::new();
     let mut left = 0;
     for (stage, input) in inputs {
-        let values = (rows as u64).saturating_mul(input.width as u64).saturating_mul(8);
+        let values = (rows(&stage) as u64).saturating_mul(input.width as u64).saturating_mul(8);
         let bytes = Sums::bytes(input.width).filter(|bytes| *bytes > 0).ok_or_else(|| {
             let (stage, value, width) = (stage.clone(), input.value.clone(), input.width);
             CalibrationError::Width { stage, value, width }

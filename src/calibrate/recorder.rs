@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use viaduct_export::bundle::Bundle;
 
-use super::sums::Sums;
+use super::{layers::LayerInput, sums::Sums};
 use crate::{
     runtime::{Binding, Device, Executor, Placement, RuntimeError, Session, Tensor, TensorView},
     tensor::HostTensor,
@@ -21,6 +21,17 @@ pub struct Watched {
 pub struct Recorder<'e> {
     pub executor: &'e mut dyn Executor,
     pub watched: BTreeMap<String, Vec<Watched>>,
+}
+
+impl Recorder<'_> {
+    /// The sums of these inputs, in their order.
+    pub fn sums(self, inputs: &[(String, LayerInput)]) -> Vec<Sums> {
+        let mut watched: BTreeMap<_, _> =
+            self.watched.into_iter().map(|(stage, watched)| (stage, watched.into_iter())).collect();
+        let next =
+            |(stage, _): &(String, LayerInput)| watched.get_mut(stage)?.next().map(|watched| watched.sums);
+        inputs.iter().filter_map(next).collect()
+    }
 }
 
 impl Executor for Recorder<'_> {
@@ -40,8 +51,8 @@ impl Executor for Recorder<'_> {
         let all: Vec<&str> =
             binding.exposed.iter().copied().chain(exposed.iter().map(String::as_str)).collect();
         // Nothing is opened ahead: what the next stage is to show is not known here.
-        let Binding { sizes, settings, planned, .. } = *binding;
-        let binding = Binding { sizes, exposed: &all, settings, planned, ahead: &[] };
+        let Binding { sizes, scaled, settings, planned, .. } = *binding;
+        let binding = Binding { sizes, exposed: &all, scaled, settings, planned, ahead: &[] };
         let session = self.executor.open_stage(bundle, name, &binding)?;
         Ok(Box::new(Recorded { session, watched, exposed, bound: BTreeMap::new() }))
     }

@@ -30,6 +30,12 @@ impl Sums {
         self.width
     }
 
+    /// Whether all that was added was finite, and its squares, too.
+    pub fn are_finite(&self) -> bool {
+        let window = self.width.min(WINDOW);
+        (0..self.width).all(|i| self.sums[i * window + i % WINDOW].is_finite())
+    }
+
     /// Adds rows of `width` values.
     pub fn add(&mut self, rows: &[f32]) {
         let (width, window) = (self.width, self.width.min(WINDOW));

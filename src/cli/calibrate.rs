@@ -18,7 +18,8 @@ use crate::{
 /// Collect statistics of what the layers of a model read, for `viaduct export --calibration`.
 ///
 /// Draws pictures with a bundle of f32 or f16 weights and sums up the products of the inputs of each linear layer. Every fourth
-/// picture takes twice the steps, so that the statistics are not those of one schedule. Everything runs in this process.
+/// picture takes twice the steps, so that the statistics are not those of one schedule. Then two are drawn once more, with each
+/// layer changed a little in turn, to see which errors matter. Everything runs in this process.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Arguments {

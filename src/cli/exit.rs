@@ -139,7 +139,8 @@ fn export_code(error: &ExportError) -> Option<u8> {
         ExportError::UnknownPart { .. } | ExportError::PartTwice { .. } | ExportError::NoPart { .. } => {
             Some(USAGE)
         }
-        ExportError::TargetTooSmall { .. } => Some(USAGE),
+        ExportError::TargetTooSmall { .. } | ExportError::NothingToRaise { .. } => Some(USAGE),
+        ExportError::TargetWithoutCalibration | ExportError::CalibrationUnused { .. } => Some(USAGE),
         ExportError::SourceInside { .. } | ExportError::Foreign { .. } => Some(USAGE),
         ExportError::NotAFolder { .. } | ExportError::FamilyMismatch { .. } => Some(USAGE),
         ExportError::Recipe(e) => recipe_code(e),

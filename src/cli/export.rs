@@ -59,7 +59,8 @@ pub struct Arguments {
     /// are for graphs
     #[arg(long)]
     profile: Option<String>,
-    /// Statistics of the inputs of the layers, by which weights are fitted: a file that `viaduct calibrate` wrote
+    /// Statistics of the inputs of the layers, by which weights are fitted: a file that `viaduct calibrate` wrote. For profiles that
+    /// fit: q4-fit, auto
     #[arg(long, value_name = "FILE")]
     calibration: Option<PathBuf>,
     /// Bytes that the bundle may have: weights get more bits than the profile gives them, those first that lose most. Needs

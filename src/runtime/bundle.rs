@@ -6,7 +6,7 @@ use viaduct_export::{
     shapes::Sizes,
 };
 
-use super::{Runtime, RuntimeError, Settings, Stage, lower::lower, stage::CpuNodes};
+use super::{Runtime, RuntimeError, Settings, Stage, lower::lower, scaled::scale_values, stage::CpuNodes};
 
 /// How a stage is to be opened.
 pub struct Binding<'a> {
@@ -15,6 +15,9 @@ pub struct Binding<'a> {
     /// Values inside the graph that become outputs: those of one of these names, and those whose name begins with one
     /// that ends with `_`.
     pub exposed: &'a [&'a str],
+    /// Values inside the graph that a further input of it multiplies column by column, the one of [`super::gain_of`]. For sessions in
+    /// this process.
+    pub scaled: &'a [&'a str],
     pub settings: Settings,
     /// Bytes that the plan predicts for the stage's process, for whoever watches it.
     pub planned: Option<u64>,
@@ -36,7 +39,7 @@ pub struct OpenedAhead<'a> {
 impl<'a> Binding<'a> {
     /// As usual, under these sizes.
     pub fn new(sizes: &'a Sizes) -> Binding<'a> {
-        Binding { sizes, exposed: &[], settings: Settings::default(), planned: None, ahead: &[] }
+        Binding { sizes, exposed: &[], scaled: &[], settings: Settings::default(), planned: None, ahead: &[] }
     }
 }
 
@@ -72,6 +75,7 @@ impl Runtime {
         let inner: Vec<String> = inner.map(|(_, value)| value.name.clone()).collect();
         let exposed: Vec<&str> = inner.iter().map(String::as_str).collect();
         let unfit = |e| RuntimeError::Lower { stage: name.to_owned(), source: Box::new(e) };
+        scale_values(&mut model, binding.scaled).map_err(unfit)?;
         lower(&mut model, &self.device().profile(), binding.sizes, &exposed, &binding.settings)
             .map_err(unfit)?;
         let cpu_nodes = if bundle.is_imported() { CpuNodes::Allowed } else { CpuNodes::Refused };

@@ -43,7 +43,7 @@ struct Opening {
 
 impl Opening {
     fn new(bundle: &Path, binding: &Binding<'_>) -> Opening {
-        let Binding { sizes, exposed, settings, planned: _, ahead: _ } = binding;
+        let Binding { sizes, exposed, scaled: _, settings, planned: _, ahead: _ } = binding;
         Opening {
             bundle: bundle.to_owned(),
             sizes: (*sizes).clone(),

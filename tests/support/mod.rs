@@ -52,12 +52,17 @@ pub fn difference(a: &HostTensor, b: &HostTensor) -> f32 {
     a.to_f32().iter().zip(b.to_f32()).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
+/// Where ONNX Runtime is: `VIADUCT_RUNTIME`, or `runtime/` at the root.
+pub fn runtime_folder() -> PathBuf {
+    env::var_os("VIADUCT_RUNTIME").map_or_else(|| root().join("runtime"), PathBuf::from)
+}
+
 /// The program. Runs share the shaders that a software adapter compiles.
 pub fn viaduct() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_viaduct"));
     let scratch = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let defaults = [
-        ("VIADUCT_RUNTIME", root().join("runtime")),
+        ("VIADUCT_RUNTIME", runtime_folder()),
         ("MESA_SHADER_CACHE_DIR", scratch.join("shaders")),
         ("XDG_RUNTIME_DIR", scratch.to_owned()),
         ("VIADUCT_RUNS", scratch.join("runs")),

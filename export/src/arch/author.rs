@@ -214,7 +214,7 @@ impl<'a> Author<'a> {
         let mut operands = vec![x];
         operands.extend(names.iter().map_while(|name| self.existing(name)));
         if operands.len() == 1 {
-            let fitting = self.fitting(&weight.name)?;
+            let fitting = self.fitting(&weight.name, inputs)?;
             let parts = quant::quantized_initializers(weight.tensor, &format, fitting);
             let parts = in_tensor(&weight.name, parts)?;
             operands.extend(names.iter().zip(parts).map(|(name, part)| self.graph.constant(name, part)));
@@ -230,11 +230,11 @@ impl<'a> Author<'a> {
     }
 
     /// How a weight is fitted, with the statistics of its inputs.
-    fn fitting(&self, weight: &str) -> Result<Fitting, AuthorError> {
+    fn fitting(&self, weight: &str, inputs: usize) -> Result<Fitting, AuthorError> {
         Ok(match self.precision.fit {
             Fit::Nearest => Fitting::Nearest,
-            Fit::Search => Fitting::Search(self.weights.inputs_of(weight)?),
-            Fit::Feedback => match self.weights.inputs_of(weight)? {
+            Fit::Search => Fitting::Search(self.weights.inputs_of(weight, inputs)?),
+            Fit::Feedback => match self.weights.inputs_of(weight, inputs)? {
                 Some(gram) => Fitting::Feedback(gram),
                 // Plans are made without weights, too.
                 None if self.weights.is_described() => Fitting::Nearest,

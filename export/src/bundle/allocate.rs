@@ -1,8 +1,8 @@
 //! Which weights get more bits, where a bundle may be larger than its profile makes it.
 //!
 //! Every weight that the profile quantises has, at the bits that it has, an error: that of its layer's outputs as a share of
-//! them, by the statistics of its inputs, after fitting. The bits of the weight that loses most error for the bytes are raised, and so on
-//! until nothing fits.
+//! them, by the statistics of its inputs, after fitting; times its sensitivity, which is what such an error was seen to do to
+//! the model's result. The bits of the weight that loses most error for the bytes are raised, and so on until nothing fits.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -14,13 +14,11 @@ use crate::{
     onnx::{Bytes, Compute, Model},
     quant::{BlockFormat, Fitting, QuantizeCompute, misfit},
     recipe::{Precision, Rule, WeightFormat},
+    weights::Calibration,
 };
 
 /// How much smaller the error is with 8 bits than with 4: the square of the number of steps.
 const EIGHT_BITS: f64 = (255.0 / 15.0) * (255.0 / 15.0);
-
-/// Between two weights in a file, at most.
-const PADDING: u64 = 4096;
 
 /// A weight that may get more bits.
 #[derive(Clone, Debug)]
@@ -36,25 +34,49 @@ impl Candidate {
     fn next(&self) -> Option<(u64, f64)> {
         let ((_, bytes, error), (_, more, less)) =
             (self.choices.get(self.chosen)?, self.choices.get(self.chosen + 1)?);
-        Some((more.saturating_sub(*bytes) + PADDING, error - less))
+        Some((more.saturating_sub(*bytes), error - less))
     }
 }
 
-/// The profile with rules for single weights, so that its bundle, which takes `bytes` as it is, takes at most `target`.
-/// `stages` are authored by the profile.
+/// The profile with rules for single weights, so that its bundle takes at most `target` bytes. `stages` are authored by
+/// the profile; `bundle_bytes` counts the bytes of a profile's bundle.
 pub(super) fn allocate(
-    profile: &Precision,
+    (name, profile): (&str, &Precision),
     stages: &[StageGraph],
-    bytes: u64,
+    calibration: &Calibration,
     target: u64,
+    bundle_bytes: impl Fn(&Precision) -> Result<u64, ExportError>,
 ) -> Result<Precision, ExportError> {
-    let mut room = target.checked_sub(bytes).ok_or(ExportError::TargetTooSmall { target, least: bytes })?;
-    let mut candidates = candidates(stages)?;
+    let least = bundle_bytes(profile)?;
+    let mut room = target.checked_sub(least).ok_or_else(|| ExportError::TargetTooSmall {
+        target,
+        least,
+        profile: name.to_owned(),
+    })?;
+    let candidates = candidates(stages, calibration)?;
+    // What files pad between weights, and what the rules take in the manifest, shows only in the whole bundle.
+    while room > 0 {
+        let raised = with_rules(profile, &raise(candidates.clone(), room));
+        match bundle_bytes(&raised)?.saturating_sub(target) {
+            0 => return Ok(raised),
+            over => room = room.saturating_sub(over),
+        }
+    }
+    Ok(profile.clone())
+}
+
+/// Raises bits as long as there is room.
+fn raise(mut candidates: Vec<Candidate>, mut room: u64) -> Vec<Candidate> {
     // Of equals the first by name: candidates come sorted.
     while let Some((index, bytes)) = best(&candidates, room) {
         candidates[index].chosen += 1;
         room -= bytes;
     }
+    candidates
+}
+
+/// The profile with a rule for each weight that is raised.
+fn with_rules(profile: &Precision, candidates: &[Candidate]) -> Precision {
     let raised = candidates.iter().filter(|candidate| candidate.chosen > 0);
     let rules: Vec<Rule> = raised
         .map(|candidate| Rule {
@@ -67,7 +89,7 @@ pub(super) fn allocate(
         own.splice(0..0, rules.iter().cloned());
     }
     profile.rules.splice(0..0, rules);
-    Ok(profile)
+    profile
 }
 
 /// The candidate whose next choice takes away most error for its bytes, of those that fit.
@@ -81,7 +103,7 @@ fn best(candidates: &[Candidate], room: u64) -> Option<(usize, u64)> {
 }
 
 /// Every weight that feedback fits, by name. The parts of one weight share its bits.
-fn candidates(stages: &[StageGraph]) -> Result<Vec<Candidate>, ExportError> {
+fn candidates(stages: &[StageGraph], calibration: &Calibration) -> Result<Vec<Candidate>, ExportError> {
     let mut candidates: BTreeMap<String, Candidate> = BTreeMap::new();
     // Stages may share a weight, which is stored once.
     let mut seen = HashSet::new();
@@ -96,7 +118,11 @@ fn candidates(stages: &[StageGraph]) -> Result<Vec<Candidate>, ExportError> {
             quantized.release();
             let share = if misfit.energy > 0.0 { misfit.error / misfit.energy } else { 0.0 };
             let weight = whole_weight(name).to_owned();
-            let choices = choices(&quantized.weights.shape, &quantized.format, share);
+            let choices = choices(
+                &quantized.weights.shape,
+                &quantized.format,
+                share * calibration.sensitivity_of(name)?,
+            );
             let empty = Candidate { weight: weight.clone(), choices: Vec::new(), chosen: 0 };
             let candidate = candidates.entry(weight).or_insert(empty);
             match candidate.choices.is_empty() {
@@ -134,4 +160,31 @@ fn quantized(model: &Model) -> impl Iterator<Item = (&str, &QuantizeCompute)> {
         let quantized = source.as_any()?.downcast_ref::<QuantizeCompute>()?;
         Some((value.name.strip_suffix(".codes")?, quantized))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn candidate(weight: &str, bytes: [u64; 3], error: f64) -> Candidate {
+        let formats = [WeightFormat::Q4, WeightFormat::Q8, WeightFormat::F16];
+        let errors = [error, error / EIGHT_BITS, 0.0];
+        let choices = (0..3).map(|i| (formats[i], bytes[i], errors[i])).collect();
+        Candidate { weight: weight.to_owned(), choices, chosen: 0 }
+    }
+
+    #[test]
+    fn the_most_error_for_the_bytes_goes_first_and_the_rest_is_filled_up() {
+        let candidates = || {
+            let large = candidate("large", [1000, 2000, 4000], 1.0);
+            vec![large, candidate("small", [10, 20, 40], 0.5), candidate("tiny", [2, 4, 8], 1e-6)]
+        };
+        let chosen = |room| raise(candidates(), room).iter().map(|c| c.chosen).collect::<Vec<_>>();
+        assert_eq!(chosen(1), [0, 0, 0]);
+        assert_eq!(chosen(9), [0, 0, 2]);
+        assert_eq!(chosen(10), [0, 1, 0]);
+        assert_eq!(chosen(1011), [1, 1, 0]);
+        assert_eq!(chosen(1012), [1, 1, 1]);
+        assert_eq!(chosen(u64::MAX), [2, 2, 2]);
+    }
 }

@@ -22,7 +22,7 @@ use crate::{
     files::sha256,
     onnx::{ReadError, WriteError, constant_bytes, written_bytes},
     passes::PassError,
-    quant::QuantError,
+    quant::{Fit, QuantError},
     recipe::{Chosen, Precision, Recipe, RecipeError},
     weights::{Calibration, CalibrationError, ignored_files},
 };
@@ -51,8 +51,23 @@ pub enum ExportError {
     Unreadable(#[from] BundleError),
     #[error(transparent)]
     Calibration(#[from] CalibrationError),
-    #[error("--target-size {}: with this profile the bundle takes at least {}", ByteSize(*target), ByteSize(*least))]
-    TargetTooSmall { target: u64, least: u64 },
+    #[error(
+        "--target-size: profile '{profile}' has no weights that are fitted with feedback, so none gets more bits; take one of: {known}"
+    )]
+    NothingToRaise { profile: String, known: String },
+    #[error(
+        "--target-size: which weights lose most is known of a calibration; make one with `viaduct calibrate` and pass --calibration FILE"
+    )]
+    TargetWithoutCalibration,
+    #[error(
+        "--calibration: profile '{profile}' fits no weights, so it has no use for statistics; leave it out, or take one of: {known}"
+    )]
+    CalibrationUnused { profile: String, known: String },
+    #[error(
+        "--target-size {}: with profile '{profile}' the bundle takes at least {} ({least} bytes); ask for that much, or let the profile take less with larger blocks or fewer rules (--set profiles.{profile}.block=64)",
+        ByteSize(*target), ByteSize(*least)
+    )]
+    TargetTooSmall { target: u64, least: u64, profile: String },
     #[error("{weight}: {source}")]
     Sensitivity { weight: String, source: QuantError },
     #[error(transparent)]
@@ -156,6 +171,7 @@ pub fn export(
     }
     check_family(&recipe, architecture)?;
     let mut profile = recipe.profile(request.profile)?.clone();
+    check_fit(request, &recipe, &profile)?;
     let target = Target { out: request.out, force: request.force };
     target.check(&[request.source])?;
     // Hashed before the work, so that a file that cannot be read fails at once.
@@ -174,9 +190,13 @@ pub fn export(
     for file in ignored_weights(request.source) {
         progress(ExportEvent::Warning(format!("{}: ignored, no part of the checkpoint", file.display())));
     }
-    if let Some(target) = request.target_bytes {
-        let bytes = bundle_bytes(&authored, request.source)?;
-        profile = allocate(&profile, &authored.stages, bytes, target)?;
+    if let (Some(target), Some(calibration)) = (request.target_bytes, &calibration) {
+        let bytes = |profile: &Precision| {
+            let mut recipe = recipe.clone();
+            recipe.profiles.insert(request.profile.to_owned(), profile.clone());
+            bundle_bytes(&author(profile)?, request.source, &recipe)
+        };
+        profile = allocate((request.profile, &profile), &authored.stages, calibration, target, bytes)?;
         authored = author(&profile)?;
     }
     recipe.profiles.insert(request.profile.to_owned(), profile);
@@ -225,6 +245,26 @@ fn ignored_weights(source: &Path) -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect();
     folders.sort();
     folders.iter().filter_map(|folder| ignored_files(folder).ok()).flatten().collect()
+}
+
+/// Refuses a target size, or statistics, that the profile has no use for.
+fn check_fit(request: &ExportRequest<'_>, recipe: &Recipe, profile: &Precision) -> Result<(), ExportError> {
+    let names = |fits: &dyn Fn(Fit) -> bool| {
+        let known = recipe.profiles.iter().filter(|(_, profile)| profile.fits().any(fits));
+        known.map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ")
+    };
+    let (feedback, fitted) = (|fit| fit == Fit::Feedback, |fit: Fit| !fit.is_nearest());
+    let profile_name = request.profile.to_owned();
+    if request.target_bytes.is_some() && !profile.fits().any(feedback) {
+        return Err(ExportError::NothingToRaise { profile: profile_name, known: names(&feedback) });
+    }
+    if request.target_bytes.is_some() && request.calibration.is_none() {
+        return Err(ExportError::TargetWithoutCalibration);
+    }
+    if request.calibration.is_some() && !profile.fits().any(fitted) {
+        return Err(ExportError::CalibrationUnused { profile: profile_name, known: names(&fitted) });
+    }
+    Ok(())
 }
 
 pub(super) fn detect(source: &Path) -> Result<&'static Architecture, ExportError> {
@@ -282,8 +322,10 @@ fn sha256_of(path: &Path) -> Result<String, ExportError> {
 }
 
 /// Bytes that the bundle will take, with some to spare for its manifest.
-fn bundle_bytes(authored: &Authored, source: &Path) -> Result<u64, ExportError> {
-    const MANIFEST_BYTES: u64 = 64 << 10;
+fn bundle_bytes(authored: &Authored, source: &Path, recipe: &Recipe) -> Result<u64, ExportError> {
+    /// Of the manifest beside its recipe.
+    const MANIFEST_BYTES: u64 = 16 << 10;
+    const STAGE_BYTES: u64 = 2 << 10;
     let stages =
         written_bytes(authored.stages.iter().map(|stage| &stage.model)).map_err(ExportError::Measure)?;
     let raw: u64 = authored.raw_files.iter().map(raw_bytes).sum();
@@ -291,7 +333,9 @@ fn bundle_bytes(authored: &Authored, source: &Path) -> Result<u64, ExportError> 
         let files = copied_files(source, folder)?;
         Ok(files.iter().map(|file| file.bytes).sum::<u64>())
     });
-    Ok(stages + raw + copied.sum::<Result<u64, ExportError>>()? + MANIFEST_BYTES)
+    let recipe = serde_json::to_vec_pretty(&[recipe]).map_or(0, |text| text.len() as u64);
+    let manifest = MANIFEST_BYTES + STAGE_BYTES * authored.stages.len() as u64 + recipe;
+    Ok(stages + raw + copied.sum::<Result<u64, ExportError>>()? + manifest)
 }
 
 fn raw_bytes(raw: &RawFile) -> u64 {

@@ -76,9 +76,9 @@ impl Checkpoint {
         Checkpoint { calibration, ..self }
     }
 
-    /// Statistics of what a weight is multiplied with, where they are known.
-    pub fn inputs_of(&self, weight: &str) -> Result<Option<Gram>, CalibrationError> {
-        self.calibration.as_ref().map_or(Ok(None), |calibration| calibration.inputs_of(weight))
+    /// Statistics of what a weight [outputs, inputs] is multiplied with, where there is a calibration.
+    pub fn inputs_of(&self, weight: &str, inputs: usize) -> Result<Option<Gram>, CalibrationError> {
+        self.calibration.as_ref().map(|calibration| calibration.inputs_of(weight, inputs)).transpose()
     }
 
     /// The path that was opened.

@@ -114,6 +114,15 @@ struct Sampling {
     latents: HostTensor,
 }
 
+/// Prompts that are encoded.
+struct Encoded {
+    embeds: Vec<HostTensor>,
+    /// Which of them each text is: for every picture its prompt, and its negative one if there is one.
+    places: Vec<usize>,
+    /// Of the longest.
+    rows: TextRows,
+}
+
 /// A bundle ready to draw.
 pub struct TextToImage<'a> {
     bundle: &'a Bundle,
@@ -257,6 +266,32 @@ impl<'a> TextToImage<'a> {
         Ok(self.sample_batch(requests, run)?.1)
     }
 
+    /// The prompts of all pictures, encoded: the text encoder alone runs.
+    pub fn embeds_of_all(
+        &self,
+        requests: &[Request],
+        run: &mut Run<'_>,
+    ) -> Result<Vec<HostTensor>, PipelineError> {
+        requests.iter().try_for_each(|request| self.check(request))?;
+        run.folder = RunFolder::none();
+        Ok(self.encode_batch(requests, run)?.embeds)
+    }
+
+    /// The prompts of all pictures. Neighbours of the same text are encoded once.
+    fn encode_batch(&self, requests: &[Request], run: &mut Run<'_>) -> Result<Encoded, PipelineError> {
+        let Some(first) = requests.first() else {
+            return Ok(Encoded { embeds: Vec::new(), places: Vec::new(), rows: TextRows::all(0) });
+        };
+        let texts: Vec<&str> = requests.iter().flat_map(prompts_of).collect();
+        let alike: Vec<&[&str]> = texts.chunk_by(|a, b| a == b).collect();
+        let prompts = alike.iter().map(|texts| self.tokenize_one(texts[0], "", run));
+        let prompts = prompts.collect::<Result<Vec<_>, _>>()?;
+        let rows = self.text_rows(&prompts);
+        let embeds = self.encode(&prompts, &self.sizes(first, rows, run.plan), run)?;
+        let places = alike.iter().enumerate().flat_map(|(place, texts)| vec![place; texts.len()]);
+        Ok(Encoded { embeds, places: places.collect(), rows })
+    }
+
     /// Rows of the longest prompt, and the final latents of all pictures.
     fn sample_batch(
         &self,
@@ -265,15 +300,8 @@ impl<'a> TextToImage<'a> {
     ) -> Result<(TextRows, Vec<HostTensor>), PipelineError> {
         requests.iter().try_for_each(|request| self.check(request))?;
         run.folder = RunFolder::none();
-        let Some(first) = requests.first() else { return Ok((TextRows::all(0), Vec::new())) };
-        let texts: Vec<&str> = requests.iter().flat_map(prompts_of).collect();
-        let runs_of_one: Vec<&[&str]> = texts.chunk_by(|a, b| a == b).collect();
-        let prompts = runs_of_one.iter().map(|texts| self.tokenize_one(texts[0], "", run));
-        let prompts = prompts.collect::<Result<Vec<_>, _>>()?;
-        let text = self.text_rows(&prompts);
-        let embeds = self.encode(&prompts, &self.sizes(first, text, run.plan), run)?;
-        // Which of the encoded prompts each text is.
-        let mut places = runs_of_one.iter().enumerate().flat_map(|(place, texts)| vec![place; texts.len()]);
+        let Encoded { embeds, places, rows } = self.encode_batch(requests, run)?;
+        let mut places = places.into_iter();
         let mut latents = Vec::with_capacity(requests.len());
         for alike in requests.chunk_by(|a, b| (a.size, a.steps) == (b.size, b.steps)) {
             let mut begun = Vec::with_capacity(alike.len());
@@ -284,10 +312,10 @@ impl<'a> TextToImage<'a> {
                 begun.push(self.begin(request, [prompt, negative], run)?);
             }
             let (own, begun) = own_prompts(&embeds, begun);
-            let sizes = self.sizes(&alike[0], text, run.plan);
+            let sizes = self.sizes(&alike[0], rows, run.plan);
             latents.extend(self.denoise(&alike[0], &own, begun, &sizes, run)?);
         }
-        Ok((text, latents))
+        Ok((rows, latents))
     }
 
     /// The final latents [1, tokens, channels].
@@ -454,6 +482,7 @@ impl<'a> TextToImage<'a> {
         let binding = Binding {
             sizes,
             exposed: if internals { &["dit_", "vae_"] } else { &[] },
+            scaled: &[],
             settings,
             planned: plan.and_then(|plan| plan.bytes(name)),
             ahead: &plan.map(|plan| plan.opened_ahead(name)).unwrap_or_default(),
