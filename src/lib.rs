@@ -9,6 +9,7 @@ pub mod npy;
 pub mod pipeline;
 pub mod plan;
 pub mod plot;
+pub mod printable;
 pub mod report;
 pub mod runtime;
 pub mod tensor;

@@ -3,6 +3,7 @@
 //! Source: NEP 1 and `numpy.lib.format`. Reading is strict, since a wrong oracle is worse than none: the header's
 //! three keys and nothing else, and a file exactly as long as its header says, checked before memory is taken.
 
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
@@ -55,6 +56,29 @@ pub enum FormatError {
 pub fn read(path: &Path) -> Result<HostTensor, NpyError> {
     let in_file = |source| NpyError::Format { path: path.to_path_buf(), source };
     let io = |source| NpyError::Io { path: path.to_path_buf(), source };
+    let Opened { file, mut prefix, layout } = open(path)?;
+    let mut data = prefix.split_off(layout.data_at);
+    let rest = layout.data_bytes - data.len();
+    data.try_reserve_exact(rest).map_err(|e| io(io::Error::new(io::ErrorKind::OutOfMemory, e)))?;
+    file.take(rest as u64).read_to_end(&mut data).map_err(io)?;
+    layout.decode(&data).map_err(in_file)
+}
+
+/// Reads a tensor's shape and none of its values. What [`read`] refuses for its header or its length is refused here.
+pub fn read_shape(path: &Path) -> Result<Vec<usize>, NpyError> {
+    Ok(open(path)?.layout.header.shape)
+}
+
+/// A file whose header is read.
+struct Opened {
+    file: File,
+    /// The file's first bytes; `file` goes on after them.
+    prefix: Vec<u8>,
+    layout: Layout,
+}
+
+fn open(path: &Path) -> Result<Opened, NpyError> {
+    let io = |source| NpyError::Io { path: path.to_path_buf(), source };
     let (mut file, length) = open_regular(path).map_err(io)?;
     if length > MAX_FILE_BYTES {
         let message = format!("{length} bytes, more than the {MAX_FILE_BYTES} that are read");
@@ -62,12 +86,9 @@ pub fn read(path: &Path) -> Result<HostTensor, NpyError> {
     }
     let mut prefix = vec![0; usize::try_from(length).unwrap_or(usize::MAX).min(header::MAX_BYTES)];
     file.read_exact(&mut prefix).map_err(io)?;
-    let layout = Layout::parse(&prefix, length).map_err(in_file)?;
-    let mut data = prefix.split_off(layout.data_at);
-    let rest = layout.data_bytes - data.len();
-    data.try_reserve_exact(rest).map_err(|e| io(io::Error::new(io::ErrorKind::OutOfMemory, e)))?;
-    file.take(rest as u64).read_to_end(&mut data).map_err(io)?;
-    layout.decode(&data).map_err(in_file)
+    let layout = Layout::parse(&prefix, length)
+        .map_err(|source| NpyError::Format { path: path.to_path_buf(), source })?;
+    Ok(Opened { file, prefix, layout })
 }
 
 /// Reads a tensor from the bytes of a `.npy` file; see [`read`].

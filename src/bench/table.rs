@@ -6,7 +6,7 @@ use super::{
     Report, SizeReport, StageReport, Sweep,
     report::{PictureTimes, median},
 };
-use crate::report::aligned;
+use crate::{printable, report::aligned};
 
 /// Two lines that say what was measured where, and a table for each size.
 pub fn table(report: &Report) -> String {
@@ -28,8 +28,7 @@ pub fn table(report: &Report) -> String {
         plugin.unwrap_or_default(),
     );
     report.sizes.iter().for_each(|size| text.push_str(&size_table(size, report.ceiling_tflops)));
-    // Names come from files.
-    text.replace(|c: char| c.is_control() && c != '\n', "\u{fffd}")
+    printable::lines(&text)
 }
 
 fn size_table(size: &SizeReport, ceiling: f64) -> String {

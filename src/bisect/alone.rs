@@ -8,10 +8,7 @@ use viaduct_export::{
     shapes::Shapes,
 };
 
-use super::{
-    side::Subject,
-    units::{Units, used_by},
-};
+use super::{side::Subject, units::Units};
 
 /// Nodes of a graph that do not depend on each other any more.
 pub struct Alone {
@@ -78,12 +75,10 @@ impl Apart<'_> {
         let (mut copies, mut inputs) = (Vec::new(), Vec::new());
         for id in nodes {
             let mut node = self.whole[*id].clone();
-            let captured =
-                node.subgraphs().flat_map(Graph::captures).filter_map(|name| self.whole.find(name));
-            if captured.into_iter().any(|value| renamed.contains_key(&value)) {
+            if self.whole.captured_by(&node).any(|value| renamed.contains_key(&value)) {
                 return None;
             }
-            let taken = used_by(self.whole, &node).into_iter();
+            let taken = self.whole.used_by(&node);
             inputs.extend(taken.filter(|v| !renamed.contains_key(v) && self.whole[*v].constant.is_none()));
             for input in node.inputs.iter_mut().flatten() {
                 *input = renamed.get(input).copied().unwrap_or(*input);

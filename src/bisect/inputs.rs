@@ -43,8 +43,8 @@ pub enum InputError {
 /// Sizes of symbols that follow from the shapes of given tensors; sizes in `sizes` stay.
 pub fn bind_by_tensors(graph: &Graph, files: &TensorFiles, sizes: &mut Sizes) -> Result<(), TensorsError> {
     for id in &graph.inputs {
-        if let Some(tensor) = files.tensor(&graph[*id].name)? {
-            bind(graph, *id, &tensor.shape.into_iter().map(Some).collect::<Vec<_>>(), sizes);
+        if let Some(shape) = files.shape(&graph[*id].name)? {
+            bind(graph, *id, &shape.into_iter().map(Some).collect::<Vec<_>>(), sizes);
         }
     }
     Ok(())

@@ -76,8 +76,12 @@ pub enum BisectError {
     Input { graph: String, source: InputError },
     #[error("a picture's run never gets to stage {stage}")]
     NotReached { stage: String },
-    #[error("the two sides have no value in common that could be compared: {why}")]
-    NothingInCommon { why: String },
+    #[error(
+        "the two sides have no value in common that could be compared: no name of one is a value of the other"
+    )]
+    NoSharedName,
+    #[error("the two sides have no value in common that could be compared: the shapes of {} differ", .values.join(", "))]
+    NoSharedShape { values: Vec<String> },
 }
 
 /// What a graph is compared with.
@@ -113,11 +117,10 @@ pub fn bisect(
     let is_same_graph = matches!(other, Other::SameGraph(_));
     let (units, other_shape) = units(subject, &other)?;
     if units.units.is_empty() {
-        let why = match other_shape.is_empty() {
-            true => "no name of one is a value of the other".to_owned(),
-            false => format!("the shapes of {} differ", other_shape.join(", ")),
-        };
-        return Err(BisectError::NothingInCommon { why });
+        return Err(match other_shape.is_empty() {
+            true => BisectError::NoSharedName,
+            false => BisectError::NoSharedShape { values: other_shape },
+        });
     }
     let (inputs, runtime) = (a.inputs, a.runtime);
     let mut files;
@@ -198,8 +201,8 @@ fn units(subject: &Subject, other: &Other<'_>) -> Result<(Units, Vec<String>), B
                     let own = name(*id);
                     let names = [own.clone(), format!("{own}_step0")];
                     let Some(there) = names.into_iter().find(|name| files.has(name)) else { continue };
-                    let Some(tensor) = files.tensor(&there)? else { continue };
-                    match shapes.shape(*id).is_none_or(|shape| shape == tensor.shape) {
+                    let Some(found) = files.shape(&there)? else { continue };
+                    match shapes.shape(*id).is_none_or(|shape| shape == found) {
                         true => drop(named.insert(*id, there)),
                         false => other_shape.push(there),
                     }

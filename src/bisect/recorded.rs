@@ -1,6 +1,6 @@
 //! The inputs that a stage gets in a picture's run: the run goes as far as the stage's first turn.
 
-use std::{cell::RefCell, collections::BTreeMap, rc::Rc};
+use std::collections::BTreeMap;
 
 use viaduct_export::{arch::SizesRequest, bundle::Bundle};
 
@@ -70,12 +70,11 @@ pub fn recorded_inputs(
 ) -> Result<Tensors, BisectError> {
     let pipeline = TextToImage::open(bundle)?;
     let request = picture.request(&pipeline)?;
-    let inputs = Rc::new(RefCell::new(None));
-    let mut recorder = Recorder { runtime, stage, inputs: Rc::clone(&inputs) };
+    let mut recorder = Recorder { runtime, stage, inputs: None };
     let watch = Watch::new(listener, &mut picture);
     let mut run = Run { executor: &mut recorder, plan: None, watch, folder: RunFolder::none() };
     let drawn = pipeline.draw(&request, &mut run);
-    match (inputs.take(), drawn) {
+    match (recorder.inputs, drawn) {
         (Some(inputs), _) => Ok(inputs),
         (None, Err(error)) => Err(error.into()),
         (None, Ok(_)) => Err(BisectError::NotReached { stage: stage.to_owned() }),
@@ -85,7 +84,8 @@ pub fn recorded_inputs(
 struct Recorder<'r> {
     runtime: &'r mut Runtime,
     stage: &'r str,
-    inputs: Rc<RefCell<Option<Tensors>>>,
+    /// What the stage was given, once it was.
+    inputs: Option<Tensors>,
 }
 
 impl Executor for Recorder<'_> {
@@ -102,27 +102,26 @@ impl Executor for Recorder<'_> {
         if name != self.stage {
             return Executor::open_stage(self.runtime, bundle, name, binding);
         }
-        let inputs = Rc::clone(&self.inputs);
         Ok(Box::new(Recording {
-            stage: name.to_owned(),
+            stage: self.stage,
             bound: Tensors::new(),
-            inputs,
+            inputs: &mut self.inputs,
             nodes: BTreeMap::new(),
         }))
     }
 }
 
 /// A session that computes nothing: it keeps what it is given, and ends the run.
-struct Recording {
-    stage: String,
+struct Recording<'r> {
+    stage: &'r str,
     bound: Tensors,
-    inputs: Rc<RefCell<Option<Tensors>>>,
+    inputs: &'r mut Option<Tensors>,
     nodes: BTreeMap<String, usize>,
 }
 
-impl Session for Recording {
+impl Session for Recording<'_> {
     fn name(&self) -> &str {
-        &self.stage
+        self.stage
     }
 
     fn outputs(&self) -> Vec<String> {
@@ -147,9 +146,9 @@ impl Session for Recording {
         for (name, tensor) in inputs {
             all.insert((*name).to_owned(), tensor.on_host()?.into_owned());
         }
-        self.inputs.replace(Some(all));
+        *self.inputs = Some(all);
         let reason = "its inputs are recorded, and the run ends here".to_owned();
-        Err(RuntimeError::Run { stage: self.stage.clone(), reason })
+        Err(RuntimeError::Run { stage: self.stage.to_owned(), reason })
     }
 
     fn finish(self: Box<Self>) -> Result<Option<u64>, RuntimeError> {

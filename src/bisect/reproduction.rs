@@ -16,7 +16,6 @@ use super::{
     BisectError, Difference,
     side::{Subject, Tensors},
     tensors::{Written, write_safetensors},
-    units::used_by,
 };
 use crate::{
     atomic_file::{FileError, sync_directory},
@@ -59,7 +58,7 @@ impl Extract {
         let made: HashSet<ValueId> =
             nodes.iter().flat_map(|id| graph[*id].outputs.iter().flatten().copied()).collect();
         let mut inputs: Vec<ValueId> = Vec::new();
-        for value in nodes.iter().flat_map(|id| used_by(graph, &graph[*id])) {
+        for value in nodes.iter().flat_map(|id| graph.used_by(&graph[*id])) {
             if graph[value].constant.is_none() && !made.contains(&value) && !inputs.contains(&value) {
                 inputs.push(value);
             }

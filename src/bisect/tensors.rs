@@ -84,6 +84,14 @@ impl TensorFiles {
         self.npy.contains_key(name) || self.safetensors.iter().any(|file| file.find(name).is_some())
     }
 
+    /// The shape of the tensor of that name, if there is one. No value is read.
+    pub fn shape(&self, name: &str) -> Result<Option<Vec<usize>>, TensorsError> {
+        match self.npy.get(name) {
+            Some(path) => Ok(Some(npy::read_shape(path)?)),
+            None => Ok(self.safetensors.iter().find_map(|file| Some(file.find(name)?.shape.to_vec()))),
+        }
+    }
+
     /// The tensor of that name, if there is one.
     pub fn tensor(&self, name: &str) -> Result<Option<HostTensor>, TensorsError> {
         if let Some(path) = self.npy.get(name) {

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 use viaduct_export::{
-    onnx::{DType, Graph, Links, Model, Node, NodeId, ValueId, ValueType},
+    onnx::{DType, Graph, Links, Model, NodeId, ValueId, ValueType},
     shapes::Shapes,
 };
 
@@ -44,7 +44,7 @@ impl Units {
         let mut behind: HashMap<ValueId, BTreeSet<usize>> = HashMap::new();
         for (_, node) in graph.nodes() {
             let mut sources = BTreeSet::new();
-            for value in used_by(graph, node) {
+            for value in graph.used_by(node) {
                 match units.of_value.get(&value) {
                     Some(unit) => drop(sources.insert(*unit)),
                     None => sources.extend(behind.get(&value).into_iter().flatten()),
@@ -84,7 +84,7 @@ impl Units {
             }
             let Some(id) = self.links.producer(next) else { continue };
             if found.insert(id) {
-                open.extend(used_by(graph, &graph[id]));
+                open.extend(graph.used_by(&graph[id]));
             }
         }
         graph.nodes().map(|(id, _)| id).filter(|id| found.contains(id)).collect()
@@ -95,12 +95,6 @@ impl Units {
 pub fn is_readable(shapes: &Shapes, value: ValueId) -> bool {
     let fact = shapes.fact(value);
     fact.items.is_none() && fact.dtype.and_then(carried).is_some()
-}
-
-/// What a node uses, in its bodies too.
-pub fn used_by(graph: &Graph, node: &Node) -> Vec<ValueId> {
-    let captured = node.subgraphs().flat_map(Graph::captures).filter_map(|name| graph.find(name));
-    node.inputs.iter().flatten().copied().chain(captured).collect()
 }
 
 /// Values on whose way something was computed in less than f32.
@@ -117,7 +111,7 @@ pub fn coarse(graph: &Graph, shapes: &Shapes) -> HashSet<ValueId> {
     for (_, node) in graph.nodes() {
         let quantised = ["NBits", "Bnb4", "Quantize", "Integer", "QLinear"];
         let by_itself = quantised.iter().any(|part| node.op_type.contains(part));
-        let made_coarse = by_itself || used_by(graph, node).iter().any(|value| coarse.contains(value));
+        let made_coarse = by_itself || graph.used_by(node).any(|value| coarse.contains(&value));
         for output in node.outputs.iter().flatten() {
             if made_coarse || narrow(*output) {
                 coarse.insert(*output);

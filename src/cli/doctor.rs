@@ -179,6 +179,7 @@ fn adapter_json(adapter: &Adapter) -> Value {
         "api_version": format!("{major}.{minor}.{patch}"), "f16": adapter.f16,
         "subgroup_size": adapter.subgroup_size, "max_storage_buffer_range": adapter.max_storage_buffer_range,
         "max_storage_buffers": adapter.max_storage_buffers, "max_buffer": adapter.max_buffer, "local_memory": adapter.local_memory,
+        "driver_fault": adapter.driver_fault(),
     })
 }
 
@@ -224,6 +225,9 @@ fn print_adapter(adapter: &Adapter) {
         adapter.max_storage_buffers,
         ByteSize(adapter.local_memory)
     );
+    if let Some(fault) = adapter.driver_fault() {
+        println!("          warning: {fault}");
+    }
 }
 
 fn print_device(device: &Device) {

@@ -100,7 +100,9 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
 fn bisect_code(error: &BisectError) -> Option<u8> {
     match error {
         BisectError::Input { source: InputError::Tensors(_), .. } => Some(FAILED),
-        BisectError::Input { .. } | BisectError::NothingInCommon { .. } => Some(USAGE),
+        BisectError::Input { .. } | BisectError::NoSharedName | BisectError::NoSharedShape { .. } => {
+            Some(USAGE)
+        }
         BisectError::Runtime(e) => code_of_link(e),
         BisectError::Pipeline(e) => code_of_link(e),
         BisectError::Size(e) => code_of_link(e),

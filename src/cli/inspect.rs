@@ -16,7 +16,7 @@ use viaduct_export::{
 };
 
 use super::{exit::UsageError, printer::print};
-use crate::pipeline::image::png_texts;
+use crate::{pipeline::image::png_texts, printable};
 
 /// Larger than any picture that `viaduct generate` writes.
 const MAX_PICTURE: u64 = 256 << 20;
@@ -147,7 +147,7 @@ fn lines(value: &Value, depth: usize) -> String {
     let Value::Object(entries) = value else { return String::new() };
     let entry = |(key, value): (&String, &Value)| match value {
         Value::Object(_) => format!("{indent}{key}:\n{}", lines(value, depth + 1)),
-        Value::String(text) => format!("{indent}{key}: {}\n", text.replace(char::is_control, "\u{fffd}")),
+        Value::String(text) => format!("{indent}{key}: {}\n", printable::one_line(text)),
         Value::Array(items) if items.iter().all(Value::is_string) => {
             let items = items.iter().filter_map(Value::as_str);
             format!("{indent}{key}:\n{}", items.map(|item| format!("{indent}  {item}\n")).collect::<String>())

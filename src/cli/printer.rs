@@ -7,6 +7,8 @@ use std::{
 
 use anyhow::Context;
 
+use crate::printable;
+
 /// Whether a result was printed, so that an error that comes with it is not printed as a second one.
 static PRINTED: AtomicBool = AtomicBool::new(false);
 
@@ -29,7 +31,7 @@ pub fn print(text: &str) -> anyhow::Result<()> {
 /// characters that a file's names may hold. Nobody is told if that fails.
 pub fn complain(message: &str) {
     let parts = message.split(['\n', '\r']).map(str::trim).filter(|part| !part.is_empty());
-    let line = parts.collect::<Vec<_>>().join(" ").replace(char::is_control, "\u{fffd}");
+    let line = printable::one_line(&parts.collect::<Vec<_>>().join(" "));
     let _ = writeln!(io::stderr(), "{line}");
 }
 

@@ -25,7 +25,7 @@ use viaduct_export::{
 
 use self::{
     list::list,
-    result::{Counts, Rewrite, printable},
+    result::{Counts, Rewrite},
 };
 use super::{
     ProgressArguments, dimension, exit::UsageError, model_folder, printer::print, progress::Progress,
@@ -33,6 +33,7 @@ use super::{
 use crate::{
     atomic_file::FileError,
     pipeline::event::{Event, Listener},
+    printable,
 };
 
 /// Rewrite an ONNX graph that another tool exported: leaner, and right and fast on WebGPU.
@@ -217,7 +218,7 @@ fn cut(model: &Model, chosen: &Split, settings: &Settings) -> anyhow::Result<Cut
         Some(refusal) if parts.is_empty() => {
             let message =
                 format!("{} leaves the model whole: {}: {}", chosen.name, refusal.place, refusal.why);
-            Err(UsageError(printable(&message)).into())
+            Err(UsageError(printable::lines(&message)).into())
         }
         _ => Ok(Cut { parts, refused: outcome.refused }),
     }

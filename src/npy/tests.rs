@@ -123,10 +123,12 @@ fn files_larger_than_a_header_and_errors_with_their_path() {
     let tensor = HostTensor::f32(&[100, 500], (0..50_000).map(|x| x as f32).collect());
     write(&path, Existing::Keep, &tensor).unwrap();
     assert_eq!(read(&path).unwrap(), tensor);
+    assert_eq!(read_shape(&path).unwrap(), tensor.shape);
     let bytes = std::fs::read(&path).unwrap();
     for length in [0, 9, 70_000, bytes.len() - 1] {
         std::fs::write(&path, &bytes[..length]).unwrap();
         let error = read(&path).unwrap_err();
+        assert_eq!(read_shape(&path).unwrap_err().to_string(), error.to_string());
         assert!(matches!(error, NpyError::Format { .. }) && error.to_string().contains("x.npy"), "{error}");
     }
     assert!(matches!(read(&directory.path().join("none.npy")), Err(NpyError::Io { .. })));

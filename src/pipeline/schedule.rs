@@ -82,8 +82,11 @@ impl Schedule {
         let mut schedule = Schedule::shifted(mu, steps)?;
         let Some(terminal) = shift.terminal else { return Ok(schedule) };
         let levels = &mut schedule.sigmas[..steps];
-        let scale = (1.0 - levels[steps - 1]) / (1.0 - terminal as f32);
-        levels.iter_mut().for_each(|sigma| *sigma = 1.0 - (1.0 - *sigma) / scale);
+        let scale = (1.0 - levels[steps - 1]) / (1.0 - terminal) as f32;
+        // A single step begins at 1, and there is nothing to stretch.
+        if scale > 0.0 {
+            levels.iter_mut().for_each(|sigma| *sigma = 1.0 - (1.0 - *sigma) / scale);
+        }
         Ok(schedule)
     }
 
@@ -201,6 +204,25 @@ mod tests {
             assert_eq!(schedule.sigmas().len(), steps + 1);
             assert!(schedule.sigmas().windows(2).all(|s| s[0] > s[1]));
         }
+    }
+
+    /// From diffusers 0.42's pipeline: the specs' values.
+    #[test]
+    fn levels_are_shifted_by_the_picture_and_stretched() {
+        let shift = Shift { base_tokens: 256, max_tokens: 8192, base: 0.5, max: 0.9, terminal: Some(0.02) };
+        let second = [(256, 0.98435795), (1024, 0.9849191), (4096, 0.98696375), (16384, 0.992646)];
+        for (tokens, sigma) in second {
+            let schedule = Schedule::stretched(tokens, 40, &shift).unwrap();
+            let sigmas = schedule.sigmas();
+            assert_eq!((sigmas.len(), sigmas[0], sigmas[40]), (41, 1.0, 0.0));
+            assert!((sigmas[1] - sigma).abs() < 1e-6, "{tokens}: {}", sigmas[1]);
+            assert!((sigmas[39] - 0.02).abs() < 1e-6);
+        }
+        assert_eq!(Schedule::stretched(256, 1, &shift).unwrap().sigmas(), [1.0, 0.0]);
+        let grid = [1.0, 0.978453, 0.95418];
+        assert_eq!(Schedule::fixed(&grid).unwrap().sigmas(), [1.0, 0.978453, 0.95418, 0.0]);
+        assert_eq!(Schedule::fixed(&grid).unwrap().timesteps(), [1000.0, 978.453, 954.18]);
+        assert_eq!(Schedule::fixed(&[]), Err(ScheduleError::Steps(0)));
     }
 
     #[test]

@@ -202,7 +202,7 @@ fn choice(stage: &PlannedStage, budget: Budget) -> String {
         parts.push(format!("{few} dispatch per submission instead of {usual}"));
     }
     if settings.halvings > 0 {
-        parts.push("attention in smaller chunks".to_owned());
+        parts.push("its work in smaller pieces".to_owned());
     }
     if settings.fused {
         parts.push("the fused attention operator".to_owned());

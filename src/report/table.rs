@@ -8,7 +8,7 @@ use viaduct_export::{
 };
 
 use super::{Chain, DecoderCuts, Report, StageReport, cuts::remedy, dims};
-use crate::plan::Overlap;
+use crate::{plan::Overlap, printable};
 use viaduct_export::bytes::ByteSize;
 
 /// Rows of a list that people read; the rest is counted. `--json` has all.
@@ -26,8 +26,7 @@ pub fn table(report: &Report, all: bool) -> String {
         text.push_str(&findings(stage));
     }
     text.push_str(&decoder_cuts(&report.decoder_cuts));
-    // Names come from files.
-    text.replace(|c: char| c.is_control() && c != '\n', "\u{fffd}")
+    printable::lines(&text)
 }
 
 fn headline(report: &Report) -> String {

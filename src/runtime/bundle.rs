@@ -91,3 +91,31 @@ fn is_f16(value: &Value) -> bool {
     let constant = value.constant.as_ref().is_some_and(|tensor| tensor.dtype == DType::F16);
     constant || matches!(value.ty, Some(ValueType::Tensor { dtype: DType::F16, .. }))
 }
+
+#[cfg(test)]
+mod tests {
+    use viaduct_export::onnx::{Builder, Dim};
+
+    use super::*;
+    use crate::runtime::{Provider, RuntimeOptions};
+
+    /// The adapter is the CPU provider in another's clothes.
+    #[test]
+    fn a_graph_in_f16_does_not_start_without_f16() {
+        let graph = |dtype| {
+            let mut graph = Builder::new("f16");
+            let x = graph.input("x", dtype, &[Dim::Fixed(4)]);
+            let y = graph.op("Neg", &[x], &[]);
+            graph.output(y, "y", &[Dim::Fixed(4)]);
+            graph.finish().graph
+        };
+        let cpu = RuntimeOptions { provider: Provider::Cpu, ..RuntimeOptions::default() };
+        let mut runtime = Runtime::start(&cpu).unwrap();
+        assert!(runtime.check_f16("decoder", &graph(DType::F16)).is_ok());
+        runtime.device.f16 = false;
+        assert!(runtime.check_f16("decoder", &graph(DType::F32)).is_ok());
+        let error = runtime.check_f16("decoder", &graph(DType::F16)).unwrap_err();
+        assert!(matches!(&error, RuntimeError::NoF16 { stage, .. } if stage == "decoder"), "{error}");
+        assert_eq!(error.exit_code(), 6);
+    }
+}

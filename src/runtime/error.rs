@@ -45,6 +45,11 @@ pub enum RuntimeError {
     InputMissing { stage: String, tensor: String },
     #[error("stage {stage}: the run failed: {reason}")]
     Run { stage: String, reason: String },
+    #[error(
+        "stage {stage}: node {node} needs {asked} or more storage buffers, the device allows {allowed}; `viaduct report` \
+         lists such nodes, and `viaduct rewrite --passes webgpu` makes trees of them"
+    )]
+    StorageBuffers { stage: String, node: String, asked: u32, allowed: u32 },
     /// What a worker reports, in its own words.
     #[error("{message}")]
     Worker { message: String, exit_code: u8 },
@@ -66,6 +71,8 @@ impl RuntimeError {
         match self {
             RuntimeError::NoAdapter { .. }
             | RuntimeError::DeviceLost { .. }
+            | RuntimeError::StorageBuffers { .. }
+            | RuntimeError::NoF16 { .. }
             | RuntimeError::CpuNodes { .. } => 6,
             RuntimeError::Worker { exit_code, .. } => *exit_code,
             RuntimeError::Stopped(_) => Stopped::EXIT_CODE,
@@ -73,9 +80,12 @@ impl RuntimeError {
         }
     }
 
-    /// The error of a failed run, recognised by its message: ONNX Runtime has no code for a lost device.
+    /// The error of a failed run, recognised by its message: ONNX Runtime has no code for a lost device or its limits.
     pub(super) fn from_run(stage: &str, reason: String) -> RuntimeError {
         let stage = stage.to_owned();
+        if let Some((node, asked, allowed)) = storage_buffers(&reason) {
+            return RuntimeError::StorageBuffers { stage, node, asked, allowed };
+        }
         let lower = reason.to_lowercase();
         if ["device was destroyed", "device is lost", "device lost", "device_lost"]
             .iter()
@@ -86,6 +96,15 @@ impl RuntimeError {
             RuntimeError::Run { stage, reason }
         }
     }
+}
+
+/// The node of `... Name:'join' ... Too many storage buffers in shader. Current: 17, Max is 16`, and the two numbers.
+fn storage_buffers(reason: &str) -> Option<(String, u32, u32)> {
+    let (before, numbers) = reason.split_once("Too many storage buffers in shader. Current: ")?;
+    let (asked, allowed) = numbers.split_once(", Max is ")?;
+    let allowed = allowed.split(|c: char| !c.is_ascii_digit()).next()?;
+    let (node, _) = before.split_once("Name:'")?.1.split_once("' Status")?;
+    Some((node.to_owned(), asked.parse().ok()?, allowed.parse().ok()?))
 }
 
 fn list(paths: &[PathBuf]) -> String {

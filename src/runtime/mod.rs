@@ -8,6 +8,7 @@ mod assignment;
 mod bundle;
 mod device;
 mod device_tensor;
+mod driver_fault;
 mod env;
 mod error;
 mod executor;

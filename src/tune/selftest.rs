@@ -67,8 +67,12 @@ pub fn all(runtime: &mut Runtime) -> Result<Vec<SelfTest>, RuntimeError> {
         tests.push(test(runtime, norm_of_large_values())?);
         tests.push(written_norm(runtime)?);
     }
-    for case in [nearest_resize(), scalar_chain(), long_graph(), large_sums(runtime)] {
+    for case in [nearest_resize(), scalar_chain(), rounded_lengths(), long_graph(), many_workgroups()] {
         tests.push(test(runtime, case)?);
+    }
+    let dtype = compute_dtype(&runtime.device().profile());
+    for form in LARGE_SUMS {
+        tests.push(test(runtime, form.case(dtype))?);
     }
     Ok(tests)
 }
@@ -238,39 +242,93 @@ fn long_graph() -> Case {
     }
 }
 
-/// A linear layer whose partial sums leave f16's range although the sum does not. Kernels that add in f16 fail it; what
-/// such a layer then yields is kept finite by the graphs.
-fn large_sums(runtime: &Runtime) -> Case {
-    const ROWS: usize = 256;
+/// Lengths in windows, rounded up, as some exporters compute sizes at run time: a quotient that misses a whole number by
+/// a bit gives one window too many. <https://github.com/microsoft/onnxruntime/issues/27661>
+fn rounded_lengths() -> Case {
+    const LENGTHS: u16 = 600;
+    const WINDOW: u16 = 15;
+    let expected = (1..=LENGTHS).map(|length| f32::from(length.div_ceil(WINDOW))).collect();
+    let input = HostTensor::f32(&[usize::from(LENGTHS)], (1..=LENGTHS).map(f32::from).collect());
+    let made = case("lengths rounded up", input, expected, |graph, x| {
+        let window = graph.scalar(DType::F32, f32::from(WINDOW));
+        let windows = graph.op("Div", &[x, window], &[]);
+        graph.op("Ceil", &[windows], &[])
+    });
+    Case { bar: 0.0, otherwise: "bind the sizes of graphs of others with `viaduct rewrite --dim`", ..made }
+}
+
+/// One workgroup a row, and more rows than one axis of a dispatch has: <https://github.com/microsoft/onnxruntime/issues/28536>.
+fn many_workgroups() -> Case {
+    const ROWS: usize = 70_000;
+    const WIDTH: usize = 8;
+    // One column of each row, and that column differs from row to row.
+    let chosen =
+        |most: f32| (0..ROWS * WIDTH).map(move |i| if i / WIDTH % WIDTH == i % WIDTH { most } else { 0.0 });
+    let input = HostTensor::f32(&[ROWS, WIDTH], chosen(100.0).collect());
+    let made = case("more than 65535 workgroups", input, chosen(1.0).collect(), |graph, x| {
+        graph.op("Softmax", &[x], &[("axis", Attribute::Int(-1))])
+    });
+    Case { otherwise: "long sequences and large pictures come out wrong here: use `--ep cpu`", ..made }
+}
+
+/// A product whose partial sums leave f16's range although the sum does not. Kernels that add in f16 fail it.
+struct LargeSums {
+    name: &'static str,
+    rows: usize,
+    /// Of 8-bit weights; none for weights that are not quantised.
+    accuracy_level: Option<i64>,
+}
+
+/// The kernels differ: one for a single row, one that rounds activations to 8 bits, one that does not.
+/// <https://github.com/microsoft/onnxruntime/pull/29599>
+const LARGE_SUMS: [LargeSums; 4] = [
+    LargeSums { name: "large sums in linear layers", rows: 256, accuracy_level: Some(4) },
+    LargeSums { name: "large sums in linear layers, exact", rows: 256, accuracy_level: Some(0) },
+    LargeSums { name: "large sums in linear layers over one row", rows: 1, accuracy_level: Some(4) },
+    LargeSums { name: "large sums in products", rows: 256, accuracy_level: None },
+];
+
+impl LargeSums {
     const WIDTH: usize = 512;
     const BLOCK: usize = 32;
-    let dtype = compute_dtype(&runtime.device().profile());
-    // Half of the inputs add 400 each, the other half takes it away again.
-    let row = (0..WIDTH).map(|i| if i < WIDTH / 2 { 400.0 } else { -400.0 });
-    let x: Vec<f32> = (0..ROWS).flat_map(|_| row.clone()).collect();
-    let made = case(
-        "large sums in linear layers",
-        HostTensor::f32(&[1, ROWS, WIDTH], x),
-        vec![0.0; WIDTH],
-        |graph, x| {
+
+    fn case(&self, dtype: DType) -> Case {
+        // Half of the inputs add 400 each, the other half takes it away again.
+        let row = (0..Self::WIDTH).map(|i| if i < Self::WIDTH / 2 { 400.0 } else { -400.0 });
+        let x: Vec<f32> = (0..self.rows).flat_map(|_| row.clone()).collect();
+        let input = HostTensor::f32(&[1, self.rows, Self::WIDTH], x);
+        let made = case(self.name, input, vec![0.0; Self::WIDTH], |graph, x| {
             let x = graph.cast(x, dtype);
-            // The code 129 is one step above zero, and a step is 1.
-            let codes = Tensor::inline(DType::U8, &[WIDTH, WIDTH / BLOCK, BLOCK], vec![129; WIDTH * WIDTH]);
-            let ones = vec![1.0; WIDTH * WIDTH / BLOCK];
-            let scales = graph.constant("scales", floats(dtype, &ones));
-            let codes = graph.constant("codes", codes);
-            let attributes =
-                [("K", WIDTH), ("N", WIDTH), ("bits", 8), ("block_size", BLOCK), ("accuracy_level", 4)];
-            let attributes = attributes.map(|(name, value)| (name, Attribute::Int(value as i64)));
-            let y = graph.contrib("MatMulNBits", &[x, codes, scales], &attributes);
+            let y = match self.accuracy_level {
+                Some(level) => Self::linear(graph, x, level),
+                None => {
+                    let ones = floats(dtype, &vec![1.0; Self::WIDTH * Self::WIDTH]);
+                    let ones = graph.constant("ones", Tensor { shape: vec![Self::WIDTH; 2], ..ones });
+                    graph.matmul(x, ones)
+                }
+            };
             let y = graph.slice(y, 1, 0, 1);
             let y = graph.reshape(y, &[1, 1, -1]);
             graph.cast(y, DType::F32)
-        },
-    );
-    Case {
-        bar: 1.0,
-        otherwise: "sums above 65504 saturate; a picture that shows it is refused, not drawn",
-        ..made
+        });
+        Case {
+            bar: 1.0,
+            otherwise: "such sums become infinite in f16, and a picture that shows it is refused, not drawn; a \
+                        profile with `compute = \"f32\"` in a recipe (docs/bundle.md) has them right",
+            ..made
+        }
+    }
+
+    /// All weights are one: the code 129 is one step above zero, and a step is 1.
+    fn linear(graph: &mut Builder, x: ValueId, accuracy_level: i64) -> ValueId {
+        let (width, block) = (Self::WIDTH, Self::BLOCK);
+        let codes = Tensor::inline(DType::U8, &[width, width / block, block], vec![129; width * width]);
+        let scales = floats(graph.dtype(x), &vec![1.0; width * width / block]);
+        let operands = [x, graph.constant("codes", codes), graph.constant("scales", scales)];
+        let sizes = [("K", width), ("N", width), ("bits", 8), ("block_size", block)];
+        let mut attributes: Vec<_> =
+            sizes.iter().map(|(name, size)| (*name, Attribute::Int(*size as i64))).collect();
+        attributes.push(("accuracy_level", Attribute::Int(accuracy_level)));
+        graph.contrib("MatMulNBits", &operands, &attributes)
     }
 }

@@ -24,7 +24,7 @@ use crate::{
     passes::PassError,
     quant::QuantError,
     recipe::{Chosen, Precision, Recipe, RecipeError},
-    weights::{Calibration, CalibrationError},
+    weights::{Calibration, CalibrationError, ignored_files},
 };
 
 #[derive(Debug, thiserror::Error)]
@@ -171,6 +171,9 @@ pub fn export(
         })
     };
     let mut authored = author(&profile)?;
+    for file in ignored_weights(request.source) {
+        progress(ExportEvent::Warning(format!("{}: ignored, no part of the checkpoint", file.display())));
+    }
     if let Some(target) = request.target_bytes {
         let bytes = bundle_bytes(&authored, request.source)?;
         profile = allocate(&profile, &authored.stages, bytes, target)?;
@@ -212,6 +215,15 @@ pub fn export(
     target.publish(staging)?;
     let bytes = manifest.files.iter().map(|file| file.bytes).sum();
     Ok(ExportSummary { manifest, bytes })
+}
+
+/// Weight files in the components' folders that are not used. What is wrong with a folder that the model needs is an error
+/// before.
+fn ignored_weights(source: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(source).into_iter().flatten().flatten();
+    let mut folders: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect();
+    folders.sort();
+    folders.iter().filter_map(|folder| ignored_files(folder).ok()).flatten().collect()
 }
 
 pub(super) fn detect(source: &Path) -> Result<&'static Architecture, ExportError> {

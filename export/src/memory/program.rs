@@ -140,8 +140,8 @@ impl Program {
 /// Of every node with bodies the values that these name.
 fn captured(graph: &Graph) -> HashMap<NodeId, Vec<ValueId>> {
     let captured = graph.nodes().filter_map(|(id, node)| {
-        let names: HashSet<&str> = node.subgraphs().flat_map(Graph::captures).collect();
-        (!names.is_empty()).then(|| (id, names.into_iter().filter_map(|name| graph.find(name)).collect()))
+        let named: HashSet<ValueId> = graph.captured_by(node).collect();
+        (!named.is_empty()).then(|| (id, named.into_iter().collect()))
     });
     captured.collect()
 }

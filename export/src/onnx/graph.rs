@@ -203,8 +203,7 @@ impl Graph {
 
     /// Values that bodies of this graph's nodes use by name.
     pub fn captured(&self) -> HashSet<ValueId> {
-        let bodies = self.nodes().flat_map(|(_, node)| node.subgraphs());
-        bodies.flat_map(Graph::captures).filter_map(|name| self.find(name)).collect()
+        self.nodes().flat_map(|(_, node)| self.captured_by(node)).collect()
     }
 
     /// Names of the values of all bodies, at any depth, those that they capture included.

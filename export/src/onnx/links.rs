@@ -2,7 +2,10 @@
 
 use std::collections::HashSet;
 
-use super::graph::{Graph, NodeId, ValueId};
+use super::{
+    graph::{Graph, NodeId, ValueId},
+    node::Node,
+};
 
 /// A snapshot of a graph's edges, made by [`Graph::links`]. Changes to the graph do not show in it.
 #[derive(Clone, Debug)]
@@ -33,9 +36,8 @@ impl Graph {
             for output in node.outputs.iter().flatten() {
                 links.producers[output.0 as usize] = Some(id);
             }
-            let captured = node.subgraphs().flat_map(Graph::captures).filter_map(|name| self.find(name));
-            for input in node.inputs.iter().flatten().copied().chain(captured) {
-                let uses = &mut links.uses[input.0 as usize];
+            for value in self.used_by(node) {
+                let uses = &mut links.uses[value.0 as usize];
                 if uses.last() != Some(&id) {
                     uses.push(id);
                 }
@@ -52,6 +54,16 @@ impl Graph {
     /// The nodes that use a value. Looks through all nodes; use [`Graph::links`] for many values.
     pub fn uses(&self, value: ValueId) -> Vec<NodeId> {
         self.links().uses(value).to_vec()
+    }
+
+    /// What a node uses: its inputs, and what its bodies name. A value may come several times.
+    pub fn used_by<'a>(&'a self, node: &'a Node) -> impl Iterator<Item = ValueId> + 'a {
+        node.inputs.iter().flatten().copied().chain(self.captured_by(node))
+    }
+
+    /// The values that a node's bodies use by name, at any depth.
+    pub fn captured_by<'a>(&'a self, node: &'a Node) -> impl Iterator<Item = ValueId> + 'a {
+        node.subgraphs().flat_map(Graph::captures).filter_map(|name| self.find(name))
     }
 
     /// Names of outer values that this subgraph, or one inside it, uses.

@@ -10,7 +10,7 @@ use std::collections::{HashMap, HashSet};
 use super::{
     PassError, Refusal, View,
     bind_sizes::symbols,
-    part::{Origin, Origins, used_by},
+    part::{Origin, Origins},
 };
 use crate::{
     onnx::{Graph, NodeId, ValueId},
@@ -73,7 +73,7 @@ impl<'a> Costs<'a> {
         };
         for (node_id, node) in view.graph.nodes().filter(|(_, node)| origins.computes(node)) {
             let mut step = Step { node: node_id, weights: Vec::new(), reads: Vec::new(), makes: Vec::new() };
-            for value in used_by(view, node) {
+            for value in view.graph.used_by(node) {
                 match origins.get(value) {
                     Origin::Constant => step.weights.push(value),
                     Origin::Integers => continue,

@@ -32,8 +32,7 @@ pub fn sweep(model: &mut Model) -> usize {
             dead.insert(id);
             continue;
         }
-        live.extend(node.inputs.iter().flatten());
-        live.extend(node.subgraphs().flat_map(|body| body.captures()).filter_map(|name| graph.find(name)));
+        live.extend(graph.used_by(node));
     }
     live.extend(&graph.inputs);
     let constants: Vec<ValueId> = graph

@@ -92,16 +92,10 @@ pub fn ancestors(view: &View<'_>, value: ValueId) -> HashSet<NodeId> {
     while let Some(value) = open.pop() {
         let Some((id, node)) = view.producer(value) else { continue };
         if found.insert(id) {
-            open.extend(used_by(view, node));
+            open.extend(view.graph.used_by(node));
         }
     }
     found
-}
-
-/// What a node uses, in its bodies too.
-pub fn used_by<'a>(view: &'a View<'_>, node: &'a Node) -> impl Iterator<Item = ValueId> + 'a {
-    let captured = node.subgraphs().flat_map(|body| body.captures());
-    node.inputs.iter().flatten().copied().chain(captured.filter_map(|name| view.graph.find(name)))
 }
 
 /// Makes a model of each part. `part_of` assigns every node to one; no node may use what a later part makes. A part gets
@@ -134,7 +128,7 @@ fn early(view: &View<'_>, origins: &Origins, part_of: &HashMap<NodeId, usize>) -
     for (id, node) in view.graph.nodes() {
         let Some(part) = part_of.get(&id) else { continue };
         let first = || {
-            let made = used_by(view, node).filter_map(|value| view.producer(value));
+            let made = view.graph.used_by(node).filter_map(|value| view.producer(value));
             made.filter_map(|(id, _)| early.get(&id)).copied().max().unwrap_or(0)
         };
         let part = if origins.computes(node) { *part } else { first() };
@@ -171,7 +165,7 @@ impl Cut<'_> {
         let mut little = Vec::new();
         for (id, node) in view.graph.nodes().filter(|(id, _)| own(id)) {
             content.nodes.insert(id);
-            for value in used_by(view, node).filter(|value| self.part(*value) != Some(part)) {
+            for value in view.graph.used_by(node).filter(|value| self.part(*value) != Some(part)) {
                 match self.origins.get(value) {
                     Origin::Given => drop(content.given.insert(value)),
                     Origin::Computed => drop(content.crossing.insert(value)),

@@ -51,24 +51,25 @@ pub fn locate(path: &Path) -> Result<Layout, WeightsError> {
 fn locate_in(dir: &Path) -> Result<Layout, WeightsError> {
     let names = file_names(dir)?;
     let ending = |suffix: &str| names.iter().filter(|n| n.ends_with(suffix)).cloned().collect::<Vec<_>>();
-    let weights = ending(WEIGHTS);
-
     if let Some(name) = pick(dir, &ending(INDEX), INDEX)? {
-        let index = read_index(&dir.join(name))?;
-        for stray in weights.iter().filter(|name| !index.shards.contains_key(*name)) {
-            tracing::info!("{}: ignored, {name} does not list it", dir.join(stray).display());
-        }
-        return Ok(Layout::Sharded(index));
+        return Ok(Layout::Sharded(read_index(&dir.join(name))?));
     }
-    match pick(dir, &weights, WEIGHTS)? {
-        Some(name) => {
-            for stray in weights.iter().filter(|other| *other != name) {
-                tracing::info!("{}: ignored, {name} is taken", dir.join(stray).display());
-            }
-            Ok(Layout::Single(dir.join(name)))
-        }
+    match pick(dir, &ending(WEIGHTS), WEIGHTS)? {
+        Some(name) => Ok(Layout::Single(dir.join(name))),
         None => Err(WeightsError::NoWeights { path: dir.to_owned() }),
     }
+}
+
+/// Weight files in a component's directory that are no part of its weights, such as a second copy or shards that the
+/// index does not list. <https://github.com/Blaizzy/mlx-vlm/issues/1464>
+pub fn ignored_files(dir: &Path) -> Result<Vec<PathBuf>, WeightsError> {
+    let layout = locate_in(dir)?;
+    let is_part = |name: &String| match &layout {
+        Layout::Single(file) => *file == dir.join(name),
+        Layout::Sharded(index) => index.shards.contains_key(name),
+    };
+    let names = file_names(dir)?.into_iter().filter(|name| name.ends_with(WEIGHTS) && !is_part(name));
+    Ok(names.map(|name| dir.join(name)).collect())
 }
 
 /// The only candidate, or the only one with a usual stem; `None` without candidates.

@@ -15,4 +15,5 @@ mod source;
 pub use calibration::{Calibration, CalibrationError, header};
 pub use config::{MAX_JSON, read_json};
 pub use error::WeightsError;
+pub use index::ignored_files;
 pub use source::{Checkpoint, Found};

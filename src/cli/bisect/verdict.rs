@@ -1,6 +1,9 @@
 //! The verdict in words.
 
-use crate::bisect::{Difference, Finding, Operand, Report, Reproduction};
+use crate::{
+    bisect::{Difference, Finding, Operand, Report, Reproduction},
+    printable::one_line,
+};
 
 /// The report as people read it.
 pub fn table(report: &Report) -> String {
@@ -21,7 +24,7 @@ pub fn table(report: &Report) -> String {
     }
     let runs = if *probes == 1 { "run" } else { "runs" };
     lines.push(format!("compared {compared} of {values} values in {probes} {runs} of each side"));
-    lines.iter().map(|line| format!("{}\n", escaped(line))).collect()
+    lines.iter().map(|line| format!("{}\n", one_line(line))).collect()
 }
 
 fn of_finding(finding: &Finding) -> Vec<String> {
@@ -86,24 +89,10 @@ fn numbers(difference: &Difference) -> String {
     format!("{outcome}, {} (tolerance {:.0e})", difference.in_words(), difference.tolerance)
 }
 
-/// Names come from anyone's graphs: what would steer a terminal, or turn the direction of writing, is escaped.
-fn escaped(text: &str) -> String {
-    let mut safe = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c.is_control()
-            || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
-        {
-            true => safe.extend(c.escape_default()),
-            false => safe.push(c),
-        }
-    }
-    safe
-}
-
 /// A name that takes no more than a part of a line: its beginning and its end.
 fn short(name: &str) -> String {
     const LONGEST: usize = 96;
-    let name: Vec<char> = escaped(name).chars().collect();
+    let name: Vec<char> = one_line(name).chars().collect();
     if name.len() <= LONGEST {
         return name.into_iter().collect();
     }

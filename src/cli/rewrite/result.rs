@@ -10,6 +10,7 @@ use viaduct_export::{
 };
 
 use super::Cut;
+use crate::printable;
 
 /// What was done, to be printed.
 pub struct Rewrite<'a> {
@@ -43,11 +44,11 @@ impl Rewrite<'_> {
         let (out, before, after, seconds) = (self.out.display(), &self.before, &self.after, self.seconds());
         let mut text = if self.reports.is_empty() { String::new() } else { table(&self.reports) };
         for refusal in self.parts.iter().flat_map(|cut| &cut.refused) {
-            text.push_str(&printable(&format!("not cut at {}: {}\n", refusal.place, refusal.why)));
+            text.push_str(&printable::lines(&format!("not cut at {}: {}\n", refusal.place, refusal.why)));
         }
         text.push_str(&format!("{out}: {before} -> {after}, {seconds:.1} s\n"));
         for part in self.parts.iter().flat_map(|cut| &cut.parts) {
-            text.push_str(&printable(&part_lines(part)));
+            text.push_str(&printable::lines(&part_lines(part)));
         }
         text
     }
@@ -106,11 +107,6 @@ fn refusal_json(refusal: &Refusal) -> serde_json::Value {
     json!({ "place": refusal.place, "why": refusal.why })
 }
 
-/// Names come from files.
-pub fn printable(text: &str) -> String {
-    text.replace(|c: char| c.is_control() && c != '\n', "\u{fffd}")
-}
-
 /// What a model consists of, for the line that compares it with itself.
 pub struct Counts {
     nodes: usize,
@@ -150,7 +146,7 @@ fn table(reports: &[Report]) -> String {
         }
         text.push('\n');
     }
-    printable(&text)
+    printable::lines(&text)
 }
 
 fn report_json(report: &Report) -> serde_json::Value {

@@ -18,7 +18,7 @@ use super::{
     run::Run,
     schedule::{Schedule, ScheduleError},
     size::Size,
-    text_to_image::{Conditions, Family, Inputs, PipelineError, Sampled, TextToImage},
+    text_to_image::{ATTENTION, Conditions, Family, Inputs, PipelineError, Sampled, Strips, TextToImage},
 };
 use crate::tensor::HostTensor;
 
@@ -105,6 +105,15 @@ impl Family for Flux2 {
 
     fn sizes(&self, size: Size, request: &SizesRequest) -> Sizes {
         self.form.sizes(size, request.steps, request.halvings)
+    }
+
+    fn chunk_symbols(&self, stage: &str) -> Vec<String> {
+        if stage == ATTENTION { vec!["chunk_rows".to_owned()] } else { Vec::new() }
+    }
+
+    /// Its norms go over the whole picture.
+    fn strips(&self, _stage: &str, _sizes: &Sizes) -> Option<Strips> {
+        None
     }
 
     fn schedule(&self, size: Size, steps: usize) -> Result<Schedule, ScheduleError> {

@@ -12,7 +12,7 @@ use viaduct_export::{
     arch::{
         SizesRequest, TextRows,
         parameters::{ChunkedAttention, DecoderChain},
-        qwen_image::parameters::{Graphs, Parameters},
+        qwen_image::parameters::{Graphs, Parameters, PostStage},
     },
     bundle::{Bundle, MANIFEST},
     picture::SizeError,
@@ -29,7 +29,10 @@ use super::{
     run::Run,
     schedule::{Schedule, ScheduleError, time_embedding},
     size::Size,
-    text_to_image::{Conditions, Family, Inputs, PipelineError, Sampled, TEXT_ENCODER, TextToImage, shaped},
+    text_to_image::{
+        ATTENTION, Conditions, Family, Inputs, PipelineError, Sampled, Strips, TEXT_ENCODER, TextToImage,
+        shaped,
+    },
 };
 use crate::tensor::HostTensor;
 
@@ -60,6 +63,10 @@ impl QwenImage {
         let (template, length) = (parameters.text.template.clone(), parameters.text.length);
         let tokenizer = TemplatedTokenizer::load(&bundle.folder.join("tokenizer"), template, length)?;
         Ok(QwenImage { parameters, tokenizer })
+    }
+
+    fn post_stage(&self, name: &str) -> Option<&PostStage> {
+        self.parameters.vae.post_stages.iter().find(|stage| stage.name == name)
     }
 
     /// Modulations of all steps, and of the level of the text.
@@ -203,11 +210,26 @@ impl Family for QwenImage {
     }
 
     fn post_stages(&self) -> Vec<&str> {
-        self.parameters.vae.post_stages.iter().map(String::as_str).collect()
+        self.parameters.vae.post_stages.iter().map(|stage| stage.name.as_str()).collect()
     }
 
     fn sizes(&self, size: Size, request: &SizesRequest) -> Sizes {
         self.parameters.sizes(size, request)
+    }
+
+    fn chunk_symbols(&self, stage: &str) -> Vec<String> {
+        let strips = self.post_stage(stage).filter(|stage| stage.halo.is_some());
+        match strips {
+            Some(stage) => stage.row_symbols().to_vec(),
+            None if stage == ATTENTION => vec!["chunk_rows".to_owned()],
+            None => Vec::new(),
+        }
+    }
+
+    fn strips(&self, stage: &str, sizes: &Sizes) -> Option<Strips> {
+        let stage = self.post_stage(stage)?;
+        let [rows, _] = stage.row_symbols();
+        Some(Strips { rows: *sizes.get(&rows)?, halo: stage.halo?, growth: stage.growth })
     }
 
     fn schedule(&self, size: Size, steps: usize) -> Result<Schedule, ScheduleError> {

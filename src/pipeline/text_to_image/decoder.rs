@@ -2,7 +2,10 @@
 
 use viaduct_export::{arch::parameters::ChunkedAttention, shapes::Sizes};
 
-use super::{PipelineError, TextToImage, misshapen, shaped};
+use super::{
+    Opened, PipelineError, TextToImage, misshapen, shaped,
+    strips::{Strip, Strips, rows_of, stacked},
+};
 use crate::{
     pipeline::{
         image::{check_finite, check_varied},
@@ -15,7 +18,7 @@ use crate::{
 };
 
 /// The stage of the attention, which runs once per chunk of query rows.
-pub(super) const ATTENTION: &str = "vae_attention";
+pub const ATTENTION: &str = "vae_attention";
 /// Outputs of the first stage that the attention takes.
 const ATTENTION_INPUTS: [&str; 3] = ["q", "kt", "v"];
 
@@ -49,9 +52,17 @@ impl TextToImage<'_> {
             let mut stage = self.stage(name, sizes, run.executor, run.plan, &mut run.watch)?;
             let exposed = stage.exposed();
             let output = stage.session.outputs().into_iter().next().unwrap_or_default();
-            let mut inputs = vec![(input.as_str(), x.view())];
-            inputs.extend(attended.as_ref().map(|attended| ("attn", attended.into())));
-            let drawn = stage.run_and_probe(&inputs, (&output, placement), &exposed, &mut run.watch)?;
+            let strips = self.family.strips(name, sizes);
+            let drawn = match strips.filter(|strips| x.shape().get(2).is_some_and(|h| strips.rows < *h)) {
+                Some(strips) => {
+                    Tensor::Host(in_strips(&mut stage, strips, (&input, &x.into_host()?), &output)?)
+                }
+                None => {
+                    let mut inputs = vec![(input.as_str(), x.view())];
+                    inputs.extend(attended.as_ref().map(|attended| ("attn", attended.into())));
+                    stage.run_and_probe(&inputs, (&output, placement), &exposed, &mut run.watch)?
+                }
+            };
             stage.close(run.plan, &mut run.watch)?;
             x = match drawn {
                 Tensor::Host(drawn) => {
@@ -212,6 +223,26 @@ impl TextToImage<'_> {
         run.keep(&[(ATTENTION, &attended)], &[state]);
         Ok(attended)
     }
+}
+
+/// Runs a stage on one strip of its input after the other, and lays what is right of the results below each other.
+fn in_strips(
+    stage: &mut Opened<'_>,
+    strips: Strips,
+    (input, x): (&str, &HostTensor),
+    output: &str,
+) -> Result<HostTensor, PipelineError> {
+    let height = x.shape.get(2).copied().unwrap_or(0);
+    let mut parts = Vec::new();
+    for Strip { taken, right } in strips.cover(height) {
+        let part = stage.run(&[(input, &rows_of(x, &taken))], &[output])?.remove(0);
+        let rows = taken.len() * strips.growth;
+        if part.shape.len() != 4 || part.shape[2] != rows {
+            return Err(misshapen(&stage.described.name, output, format!("[1, C, {rows}, W]"), &part));
+        }
+        parts.push(rows_of(&part, &right));
+    }
+    Ok(stacked(parts))
 }
 
 /// Query rows as a graph of others takes them: scaled by what it leaves to the host, and filled up with zeros where its

@@ -9,7 +9,7 @@ use viaduct_export::{
     shapes::Sizes,
 };
 
-use super::{PipelineError, TextToImage};
+use super::{PipelineError, Strips, TextToImage};
 use crate::{
     pipeline::{
         flux2::Flux2,
@@ -75,6 +75,12 @@ pub trait Family {
 
     /// Sizes of all stages' symbols.
     fn sizes(&self, size: Size, request: &SizesRequest) -> Sizes;
+
+    /// The symbols that say how much of its work a stage does at a time; nothing for one that does all at once.
+    fn chunk_symbols(&self, stage: &str) -> Vec<String>;
+
+    /// How a stage of the decoder may go over its input in strips; nothing for one that has to see all of it.
+    fn strips(&self, stage: &str, sizes: &Sizes) -> Option<Strips>;
 
     fn schedule(&self, size: Size, steps: usize) -> Result<Schedule, ScheduleError>;
 

@@ -4,6 +4,7 @@
 mod decoder;
 mod family;
 mod opened;
+mod strips;
 
 use std::{collections::BTreeMap, path::PathBuf, time::Instant};
 
@@ -14,10 +15,11 @@ use viaduct_export::{
     shapes::Sizes,
 };
 
-use self::decoder::ATTENTION;
 pub use self::{
+    decoder::ATTENTION,
     family::{Conditions, Family, Inputs, Sampled},
     opened::Opened,
+    strips::Strips,
 };
 use super::{
     embedding::EmbeddingError,
@@ -155,9 +157,17 @@ impl<'a> TextToImage<'a> {
     /// Sizes of all stages' symbols, with the plan's chunks.
     fn sizes(&self, request: &Request, text: TextRows, plan: Option<&Plan>) -> Sizes {
         let Request { size, steps, .. } = *request;
-        let halvings = plan.map_or(0, |plan| plan.settings(ATTENTION).halvings);
         let (width, height) = (size.width(), size.height());
-        self.family.sizes(size, &SizesRequest { width, height, steps, halvings, text })
+        let halved =
+            |halvings| self.family.sizes(size, &SizesRequest { width, height, steps, halvings, text });
+        let mut sizes = halved(0);
+        for stage in plan.iter().flat_map(|plan| &plan.stages).filter(|stage| stage.settings.halvings > 0) {
+            let mut own = halved(stage.settings.halvings);
+            for symbol in self.family.chunk_symbols(&stage.name) {
+                sizes.extend(own.remove_entry(&symbol));
+            }
+        }
+        sizes
     }
 
     /// Refuses a request that no run can fulfil.

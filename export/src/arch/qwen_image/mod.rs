@@ -15,7 +15,7 @@ use serde::Deserialize;
 
 use self::{
     config::Config,
-    parameters::{Graphs, MAX_TEXT_LENGTH, Parameters, Template},
+    parameters::{Graphs, MAX_TEXT_LENGTH, Parameters, PostStage, Template},
     transformer::Transformer,
     vae::Decoder,
 };
@@ -247,8 +247,7 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, QwenImageError> {
     let mut stages = vec![StageGraph::new("text_encoder", "text_encoder", encoder)];
     stages.extend(transformer_stages(request, &settings, &constants)?);
     let decoder = decoder_stages(request, config, &settings.vae.cuts, &constants)?;
-    let names = decoder.iter().map(|stage| stage.name.clone());
-    let post_stages = names.filter(|name| name.starts_with(vae::POST_STAGE)).collect();
+    let post_stages = vae::post_stages(&settings.config.vae, &settings.vae.cuts);
     stages.extend(decoder);
     let parameters = parameters(settings, &constants, embedding, post_stages);
     Ok(Authored {
@@ -355,7 +354,7 @@ fn parameters(
     settings: Settings,
     constants: &Constants,
     embedding: Embedding,
-    post_stages: Vec<String>,
+    post_stages: Vec<PostStage>,
 ) -> Parameters {
     let Settings { config, text, graphs, vae, steps } = settings;
     let Config { text: encoder, transformer, vae: decoder, scheduler, model_index } = config;

@@ -83,8 +83,48 @@ pub struct Vae {
     pub default_side: usize,
     /// Query rows per run of the attention stage.
     pub attention_rows: usize,
-    /// Names of the stages after the attention, in order.
-    pub post_stages: Vec<String>,
+    /// The stages after the attention, in order.
+    pub post_stages: Vec<PostStage>,
+}
+
+/// A stage of the decoder behind its middle block.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PostStage {
+    pub name: String,
+    /// Rows of its input per row of the latents.
+    pub scale: usize,
+    /// Rows of its output per row of its input.
+    pub growth: usize,
+    /// Rows of the input on either side that a row of the output depends on, where the stage may go over its input in strips:
+    /// norms are of single pixels, so that nothing reaches further than the convolutions.
+    pub halo: Option<usize>,
+}
+
+impl PostStage {
+    /// The symbols of the rows of its input and of its output, where it may go in strips.
+    pub fn row_symbols(&self) -> [String; 2] {
+        [format!("{}_rows", self.name), format!("{}_out", self.name)]
+    }
+
+    /// Rows of the input that it takes at a time, if there are so many and strips are halved so often.
+    fn strip(&self, rows: usize, halvings: u32) -> usize {
+        match (self.halo, halvings) {
+            (None, _) | (_, 0) => rows,
+            (Some(halo), _) => {
+                let own = rows.div_ceil(1usize.checked_shl(halvings).unwrap_or(usize::MAX));
+                own.saturating_add(2 * halo).min(rows)
+            }
+        }
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let PostStage { name, scale, growth, halo } = self;
+        let limits = [(*scale, 1 << 10), (*growth, 1 << 10), (halo.unwrap_or(1), 1 << 12)];
+        match limits.iter().all(|(value, most)| (1..=*most).contains(value)) {
+            true => Ok(()),
+            false => Err(format!("vae.post_stages: {name}: scale {scale}, growth {growth}, halo {halo:?}")),
+        }
+    }
 }
 
 /// The noise levels of a run.
@@ -171,6 +211,7 @@ impl Parameters {
             let (multiple, pixels) = (vae.multiple, vae.pixels_per_token);
             return Err(format!("vae.multiple {multiple} and vae.pixels_per_token {pixels} do not fit"));
         }
+        vae.post_stages.iter().try_for_each(PostStage::check)?;
         self.schedule.check()
     }
 
@@ -207,6 +248,12 @@ impl Parameters {
             sides(&format!("up{level}"), grid.map(|side| side << (level + 1)));
         }
         sides("image", [size.height(), size.width()]);
+        for stage in vae.post_stages.iter().filter(|stage| stage.halo.is_some()) {
+            let strip = stage.strip(grid[0].saturating_mul(stage.scale), request.halvings);
+            let [rows, out] = stage.row_symbols();
+            sizes.insert(rows, strip);
+            sizes.insert(out, strip.saturating_mul(stage.growth));
+        }
         sizes
     }
 }

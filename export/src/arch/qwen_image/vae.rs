@@ -2,7 +2,9 @@
 //! over a chunk of query rows, and what follows it. Of a single frame a causal 3-D convolution sees one slice: all are plain
 //! 2-D convolutions here. Source: specs of diffusers' AutoencoderKLQwenImage21.
 
-use super::{Constants, QwenImageError, config::VaeConfig};
+use std::ops::Range;
+
+use super::{Constants, QwenImageError, config::VaeConfig, parameters::PostStage};
 use crate::{
     arch::{
         StageGraph,
@@ -53,19 +55,48 @@ fn level_name(level: usize) -> String {
     format!("vae_up{level}")
 }
 
+/// The up blocks of each stage behind the middle block: a new one begins before each block in `cuts`.
+fn blocks_of_stages(levels: usize, cuts: &[usize]) -> Vec<Range<usize>> {
+    let mut starts: Vec<usize> = cuts.iter().copied().filter(|cut| (1..levels).contains(cut)).collect();
+    starts.insert(0, 0);
+    starts.sort_unstable();
+    starts.dedup();
+    let ends = starts.iter().skip(1).copied().chain([levels]);
+    starts.iter().copied().zip(ends).map(|(start, end)| start..end).collect()
+}
+
+/// The stages behind the middle block. The first takes what the attention gives, too, and goes in one piece.
+pub fn post_stages(config: &VaeConfig, cuts: &[usize]) -> Vec<PostStage> {
+    let levels = config.dim_mult.len();
+    let stage = |(i, blocks): (usize, Range<usize>)| PostStage {
+        name: format!("{POST_STAGE}{i}"),
+        scale: 1 << blocks.start,
+        growth: 1 << (blocks.end.min(levels - 1) - blocks.start),
+        halo: (blocks.start > 0).then(|| halo(config, &blocks)),
+    };
+    blocks_of_stages(levels, cuts).into_iter().enumerate().map(stage).collect()
+}
+
+/// Rows of the blocks' input on either side that a row of the output depends on: one for each convolution of three rows, at
+/// the resolution that it works at.
+fn halo(config: &VaeConfig, blocks: &Range<usize>) -> usize {
+    let levels = config.dim_mult.len();
+    let finest = 1 << (blocks.end.min(levels - 1) - blocks.start);
+    let resnets = 2 * (config.num_res_blocks + 1);
+    let of_level = |level: usize| {
+        let rows = finest >> (level - blocks.start);
+        let upsampling = if level + 1 < levels { rows / 2 } else { rows };
+        resnets * rows + upsampling
+    };
+    blocks.clone().map(of_level).sum::<usize>().div_ceil(finest)
+}
+
 impl Decoder<'_> {
     /// Authors all stages in the order in which they run; a new one begins before each up block in `cuts`.
     pub fn stages(&self, cuts: &[usize]) -> Result<Vec<StageGraph>, QwenImageError> {
-        let levels = self.levels();
-        let mut starts: Vec<usize> = cuts.iter().copied().filter(|cut| (1..levels).contains(cut)).collect();
-        starts.insert(0, 0);
-        starts.sort_unstable();
-        starts.dedup();
-        let ends = starts.iter().skip(1).copied().chain([levels]);
-        let post = starts.iter().zip(ends).enumerate().map(|(i, (start, end))| {
-            let name = format!("{POST_STAGE}{i}");
-            Ok(StageGraph::new(&name, COMPONENT, self.post(&name, *start, end)?))
-        });
+        let post = post_stages(self.config, cuts).into_iter().zip(blocks_of_stages(self.levels(), cuts));
+        let post = post
+            .map(|(stage, blocks)| Ok(StageGraph::new(&stage.name, COMPONENT, self.post(&stage, blocks)?)));
         let mut stages = vec![
             StageGraph::new("vae_pre", COMPONENT, self.pre()?),
             StageGraph::new(ATTENTION_STAGE, COMPONENT, self.attention()),
@@ -162,14 +193,21 @@ impl Decoder<'_> {
     /// Up blocks `start..end`, after the rest of the middle block if they are the first, and before the output convolution
     /// if they are the last. The first takes `vae_mid_res0` and `attn` [1,h,w,C] f32, the others the output of the stage
     /// before. The last gives `image_raw` [1,channels,H,W] f32 in [-1, 1].
-    fn post(&self, name: &str, start: usize, end: usize) -> Result<Model, QwenImageError> {
-        let mut a = self.author(name);
+    fn post(&self, stage: &PostStage, blocks: Range<usize>) -> Result<Model, QwenImageError> {
+        let Range { start, end } = blocks;
+        let mut a = self.author(&stage.name);
+        let [rows, out] = stage.row_symbols();
         let mut x = match start.checked_sub(1) {
             None => self.middle_rest(&mut a)?,
             Some(before) => {
-                let dtype = a.compute();
-                a.graph.input(&level_name(before), dtype, &self.level_map(before))
+                let (dtype, mut dims) = (a.compute(), self.level_map(before));
+                dims[2] = Dim::Symbol(rows);
+                a.graph.input(&level_name(before), dtype, &dims)
             }
+        };
+        let out_rows = |dims: [Dim; 4]| {
+            let [batch, channels, height, width] = dims;
+            [batch, channels, if start > 0 { Dim::Symbol(out) } else { height }, width]
         };
         for level in start..end {
             x = self.up_block(&mut a, x, level)?;
@@ -178,10 +216,11 @@ impl Decoder<'_> {
             }
         }
         if end < self.levels() {
-            a.graph.output(x, &level_name(end - 1), &self.level_map(end - 1));
+            a.graph.output(x, &level_name(end - 1), &out_rows(self.level_map(end - 1)));
         } else {
             a.graph.label(x, &level_name(end - 1));
-            self.output(&mut a, x)?;
+            let dims = out_rows(map(self.config.out_channels, ["image_height", "image_width"]));
+            self.output(&mut a, x, &dims)?;
         }
         Ok(a.finish())
     }
@@ -355,7 +394,7 @@ impl Decoder<'_> {
         }
     }
 
-    fn output(&self, a: &mut Author<'_>, x: ValueId) -> Result<(), QwenImageError> {
+    fn output(&self, a: &mut Author<'_>, x: ValueId, dims: &[Dim; 4]) -> Result<(), QwenImageError> {
         let (_, inputs) = self.level_channels(self.levels() - 1);
         let outputs = self.config.out_channels;
         let x = self.norm_silu(a, x, "decoder.norm_out", inputs)?;
@@ -363,7 +402,7 @@ impl Decoder<'_> {
         let x = a.to_f32(x);
         let [low, high] = [-1.0, 1.0].map(|bound| a.graph.scalar(DType::F32, bound));
         let image = a.graph.op("Clip", &[x, low, high], &[]);
-        a.graph.output(image, "image_raw", &map(outputs, ["image_height", "image_width"]));
+        a.graph.output(image, "image_raw", dims);
         Ok(())
     }
 }
