@@ -276,7 +276,10 @@ mod tests {
             },
             "vae": {
                 "pixels_per_token": 16, "multiple": 32, "default_side": 1024, "attention_rows": 1024,
-                "post_stages": ["vae_post0"],
+                "post_stages": [
+                    { "name": "vae_post0", "scale": 1, "growth": 2, "halo": null },
+                    { "name": "vae_post1", "scale": 2, "growth": 8, "halo": 10 },
+                ],
             },
             "schedule": {
                 "steps": 40,
@@ -316,6 +319,9 @@ mod tests {
             ("up2_width", 512),
             ("up3_height", 512),
             ("up3_width", 1024),
+            // Half of its 64 rows, and 10 on either side.
+            ("vae_post1_out", 416),
+            ("vae_post1_rows", 52),
         ];
         let expected = Sizes::from(expected.map(|(name, size)| (name.to_owned(), size)));
         assert_eq!(parameters.sizes(size, &request(40, 1)), expected);
@@ -327,13 +333,14 @@ mod tests {
     #[test]
     fn numbers_beyond_their_limits_are_refused() {
         type Change = fn(&mut Parameters);
-        let changes: [(&str, Change); 9] = [
+        let changes: [(&str, Change); 10] = [
             ("text.length", |p| p.text.length = MAX_TEXT_LENGTH + 1),
             ("transformer.layers", |p| p.transformer.layers = 0),
             ("transformer.axes", |p| p.transformer.axes = vec![16, 1 << 17, 56]),
             ("transformer.rope_theta", |p| p.transformer.rope_theta = f64::NAN),
             ("transformer.text_sigma", |p| p.transformer.text_sigma = Some(f32::NAN)),
             ("vae.multiple", |p| p.vae.multiple = 40),
+            ("vae.post_stages", |p| p.vae.post_stages[1].growth = 0),
             ("schedule.sigmas", |p| p.schedule.sigmas = Some(vec![1.0, 0.5, 0.5])),
             ("schedule.shift", |p| p.schedule.shift.base = f64::INFINITY),
             ("schedule.shift", |p| p.schedule.shift.max_tokens = 256),

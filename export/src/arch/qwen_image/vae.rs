@@ -9,7 +9,7 @@ use crate::{
     arch::{
         StageGraph,
         author::{Author, AuthorError},
-        blocks::{mlp::silu, resnet::upsample_nearest},
+        blocks::{mlp::silu, norm::scaled_rms_norm, resnet::upsample_nearest},
     },
     onnx::{Attribute, DType, Dim, Model, Tensor, ValueId},
     quant,
@@ -26,8 +26,8 @@ pub const POST_STAGE: &str = "vae_post";
 
 const MIDDLE: &str = "decoder.mid_block";
 const ATTENTION: &str = "decoder.mid_block.attentions.0";
-/// The least length of a pixel's channels that a norm divides by.
-const LEAST_LENGTH: f32 = 1e-12;
+/// The square of the least length of a pixel's channels that a norm divides by.
+const LEAST_SQUARES: f32 = 1e-24;
 
 /// What all stages share.
 pub struct Decoder<'a> {
@@ -330,7 +330,9 @@ impl Decoder<'_> {
         Ok(silu(a, y))
     }
 
-    /// A pixel's channels, divided by their root mean square and scaled by the checkpoint's `gamma`. In f32.
+    /// RMSNorm over a pixel's channels with the checkpoint's `gamma`, in f32. The reference divides by their length, or by
+    /// 1e-12 if that is less. Channels are last in between, as they are in the kernels before and after: the transpositions
+    /// cancel theirs.
     fn norm(
         &self,
         a: &mut Author<'_>,
@@ -339,25 +341,20 @@ impl Decoder<'_> {
         channels: usize,
     ) -> Result<ValueId, QwenImageError> {
         let x = a.to_f32(x);
-        let axes = a.graph.ints(&[1]);
-        let length = a.graph.op("ReduceL2", &[x, axes], &[("keepdims", Attribute::Int(1))]);
-        let least = a.graph.scalar(DType::F32, LEAST_LENGTH);
-        let length = a.graph.op("Max", &[length, least], &[]);
-        let unit = a.graph.op("Div", &[x, length], &[]);
-        let scale = self.scale(a, &format!("{prefix}.gamma"), channels)?;
-        Ok(a.graph.mul(unit, scale))
+        let x = a.graph.transpose(x, &[0, 2, 3, 1]);
+        let scale = self.gamma(a, &format!("{prefix}.gamma"), channels)?;
+        let y = scaled_rms_norm(a, x, scale, LEAST_SQUARES / channels as f32);
+        Ok(a.graph.transpose(y, &[0, 3, 1, 2]))
     }
 
-    /// `gamma` times the root of the number of channels, f32 [C,1,1].
-    fn scale(&self, a: &mut Author<'_>, name: &str, channels: usize) -> Result<ValueId, QwenImageError> {
+    /// A norm's weight, f32 [C]; in the checkpoint it has further axes of one.
+    fn gamma(&self, a: &mut Author<'_>, name: &str, channels: usize) -> Result<ValueId, QwenImageError> {
         let found = self.weights.find(name).map(|found| found.shape.to_vec());
-        let flat = |shape: &Vec<usize>| shape[1..].iter().all(|size| *size == 1);
+        let flat = |shape: &Vec<usize>| shape.iter().skip(1).all(|size| *size == 1);
         let shape = found.filter(|shape| shape.first() == Some(&channels) && flat(shape));
         let mut gamma = a.tensor(name, &shape.unwrap_or(vec![channels, 1, 1]), DType::F32)?;
-        gamma.shape = vec![channels, 1, 1];
-        let gamma = a.graph.constant(name, gamma);
-        let root = a.graph.scalar(DType::F32, (channels as f32).sqrt());
-        Ok(a.graph.mul(gamma, root))
+        gamma.shape = vec![channels];
+        Ok(a.graph.constant(name, gamma))
     }
 
     /// A convolution of the checkpoint with stride 1 and "same" padding; `kernel` is odd.
