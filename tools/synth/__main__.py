@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes a full-size FLUX.2 Klein checkpoint with random bf16 weights, in diffusers layout.
+"""Writes a full-size checkpoint with random bf16 weights, in diffusers layout.
 
     python3 tools/synth DEST --preset klein-4b [--only transformer] [--set transformer.num_layers=1 ...]
     python3 tools/synth --preset klein-4b --only vae --list
@@ -7,7 +7,8 @@
 For measurements at full size where the published weights are not at hand: every tensor has the published name, shape and
 type, files are sharded as the published ones are, and the picture that it draws is noise of finite values. Sizes come from
 export/recipes; tokenizer, scheduler and what else the config files say are klein-emoji's. `--set` makes a smaller one of the same
-form. The same arguments give the same bytes: 16 GB for klein-4b, 35 GB for klein-9b. Needs Python 3.11 and nothing else.
+form. The same arguments give the same bytes: 16 GB for klein-4b, 35 GB for klein-9b, 30 GB for qwen-image. Needs Python 3.11 and
+nothing else.
 """
 
 import argparse
@@ -20,16 +21,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
-from synth.shapes import COMPONENTS  # noqa: E402
+from synth import qwen_image, shapes  # noqa: E402
 from synth.weights import Pool, size, write_weights  # noqa: E402
 
 KLEIN_EMOJI = ROOT / "bundles/klein-emoji/source"
 RECIPES = ROOT / "export/recipes"
-# The recipe of a preset, and what its config files say besides.
+COMPONENTS = ("text_encoder", "transformer", "vae")
+QWEN_IMAGE = {"transformer": {"_class_name": "QwenImage21Transformer2DModel"}, "vae": {"_class_name": "AutoencoderKLQwenImage21"}}
+# The recipe of a preset, its tensors, and what its config files say besides.
 PRESETS = {
-    "klein-4b": ("flux2-klein-4b", {}),
+    "klein-4b": ("flux2-klein-4b", shapes.COMPONENTS, {}),
     # Qwen3-8B has an output layer of its own.
-    "klein-9b": ("flux2-klein-9b", {"text_encoder": {"tie_word_embeddings": False}}),
+    "klein-9b": ("flux2-klein-9b", shapes.COMPONENTS, {"text_encoder": {"tie_word_embeddings": False}}),
+    "qwen-image": ("qwen-image-2.1", qwen_image.COMPONENTS, QWEN_IMAGE),
 }
 # Name of the weights' files, and the most bytes that the component's library puts into one.
 FILES = {
@@ -49,31 +53,32 @@ def main() -> None:
     for component, key, value in arguments.set:
         configs[component][key] = value
     try:
-        shapes = {component: COMPONENTS[component](configs[component]) for component in arguments.only}
+        _, components, _ = PRESETS[arguments.preset]
+        tensors = {component: components[component](configs[component]) for component in arguments.only}
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         sys.exit(f"tools/synth: no checkpoint has such a config: {error!r}")
     if arguments.list:
-        lines = (f"{name}\t{list(shape)}" for tensors in shapes.values() for name, shape in tensors.items())
+        lines = (f"{name}\t{list(shape)}" for own in tensors.values() for name, shape in own.items())
         print("\n".join(lines))
         return
     started = time.monotonic()
     if arguments.dest.exists():
         sys.exit(f"tools/synth: {arguments.dest} exists")
     try:
-        write_checkpoint(arguments, configs, shapes)
+        write_checkpoint(arguments, configs, tensors)
     except BaseException as error:
         shutil.rmtree(arguments.dest, ignore_errors=True)
         if isinstance(error, (ArithmeticError, OSError, TypeError, ValueError)):
             sys.exit(f"tools/synth: {arguments.dest}: {error!r}")
         raise
-    total = sum(map(size, shapes.values()))
+    total = sum(map(size, tensors.values()))
     print(f"{arguments.dest}: {total / 1e9:.2f} GB of weights in {time.monotonic() - started:.1f} s")
 
 
-def write_checkpoint(arguments: argparse.Namespace, configs: Configs, shapes: dict) -> None:
+def write_checkpoint(arguments: argparse.Namespace, configs: Configs, components: dict) -> None:
     write_small_files(arguments.dest, arguments.preset, configs)
     pool = Pool(arguments.seed)
-    for component, tensors in shapes.items():
+    for component, tensors in components.items():
         name, most_bytes = FILES[component]
         write_weights(arguments.dest / component, name, tensors, pool, most_bytes)
 
@@ -113,7 +118,7 @@ def setting(text: str) -> tuple[str, str, object]:
 
 def preset_configs(preset: str) -> Configs:
     """klein-emoji's config files under what the recipe states of the published ones."""
-    recipe, besides = PRESETS[preset]
+    recipe, _, besides = PRESETS[preset]
     stated = recipe_configs(recipe)
     configs = {}
     for component in COMPONENTS:
@@ -137,7 +142,7 @@ def write_small_files(dest: Path, preset: str, configs: Configs) -> None:
     for component, config in configs.items():
         (dest / component).mkdir()
         (dest / component / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    recipe, _ = PRESETS[preset]
+    recipe, _, _ = PRESETS[preset]
     source = 'repo = ""\nrevision = ""\nlicense = "random weights"\n'
     (dest / "recipe.toml").write_text(f'base = "{recipe}"\nname = "{recipe}"\n\n[source]\n{source}')
 

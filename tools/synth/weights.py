@@ -2,8 +2,8 @@
 
 Linear layers and convolutions are uniform with a standard deviation of 1/sqrt(inputs), half of that where they end a residual
 branch; weights of norms lie in 1 +- 0.1, biases in +- 0.05. So the size of what goes through a layer is kept, and a residual
-stream grows by a small part of itself with each block: with norms before every branch all values of FLUX.2 Klein stay far
-below what f16 can hold.
+stream grows by a small part of itself with each block: with norms before every branch all values of FLUX.2 Klein, and of
+Qwen-Image, stay far below what f16 can hold.
 """
 
 import json
@@ -18,7 +18,7 @@ from .shapes import Shapes
 # Values are drawn once, and every tensor begins at another place of them. A prime, so that no two rows of a matrix are equal.
 POOL = 1_000_003
 APART = 74_003
-BRANCH_ENDS = re.compile(r"\.(to_out|to_out\.0|to_add_out|linear_out|o_proj|down_proj|conv2)\.weight$")
+BRANCH_ENDS = re.compile(r"\.(to_out|to_out\.0|to_add_out|linear_out|o_proj|down_proj|img_mlp\.out|conv2)\.weight$")
 COUNTER = "num_batches_tracked"
 
 
@@ -43,7 +43,7 @@ class Pool:
 
 def mean_and_most(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """What a tensor's values lie around, and how far from it at most."""
-    if len(shape) > 1:
+    if len(shape) > 1 and not name.endswith(".gamma"):
         deviation = (0.5 if BRANCH_ENDS.search(name) else 1) / sqrt(prod(shape[1:]))
         return 0, sqrt(3) * deviation
     return (0, 0.05) if name.endswith((".bias", ".running_mean")) else (1, 0.1)
