@@ -2,23 +2,26 @@
 //! interface, [`Family`].
 
 mod decoder;
+mod denoise;
 mod family;
 mod opened;
+mod request;
 mod strips;
 
-use std::{collections::BTreeMap, path::PathBuf, time::Instant};
+use std::{collections::BTreeMap, path::PathBuf};
 
-use serde::{Deserialize, Serialize};
 use viaduct_export::{
     arch::{SizesRequest, TextRows},
     bundle::{Bundle, BundleError, Stages},
     shapes::Sizes,
 };
 
+use self::denoise::{Sampling, denoise_one, own_prompts};
 pub use self::{
     decoder::ATTENTION,
     family::{Conditions, Family, Inputs, Sampled},
     opened::Opened,
+    request::{Negative, Noise, Request},
     strips::Strips,
 };
 use super::{
@@ -30,12 +33,12 @@ use super::{
     prompt::{EncodedPrompt, PromptError},
     run::{Run, Watch},
     run_folder::RunFolder,
-    schedule::{Schedule, ScheduleError},
+    schedule::ScheduleError,
     size::Size,
 };
 use crate::{
     plan::Plan,
-    runtime::{Binding, Executor, Placement, Provider, RuntimeError, TensorView},
+    runtime::{Binding, Executor, Provider, RuntimeError},
     tensor::HostTensor,
 };
 
@@ -75,45 +78,6 @@ pub enum PipelineError {
     Picture { found: Vec<usize>, size: Size },
 }
 
-/// What to draw.
-#[derive(Clone)]
-pub struct Request {
-    pub prompt: String,
-    pub negative: Option<Negative>,
-    pub size: Size,
-    pub steps: usize,
-    pub noise: Noise,
-}
-
-/// What not to draw: each step's velocity is `negative + scale * (prompt's - negative)`, classifier-free guidance without a
-/// rescaling of the norm.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Negative {
-    pub prompt: String,
-    pub scale: f32,
-}
-
-/// The initial latents.
-#[derive(Clone)]
-pub enum Noise {
-    /// As `torch.Generator("cpu").manual_seed(seed)` draws them.
-    Seed(u64),
-    /// [1, channels, rows, columns].
-    Given(HostTensor),
-}
-
-/// A picture that the transformer works on.
-struct Sampling {
-    /// Which of the encoded prompts it shows.
-    prompt: usize,
-    /// Which of them it does not show, and how much.
-    negative: Option<(usize, f32)>,
-    /// After how many steps the latents are.
-    done: usize,
-    /// [1, tokens, channels].
-    latents: HostTensor,
-}
-
 /// Prompts that are encoded.
 struct Encoded {
     embeds: Vec<HostTensor>,
@@ -150,7 +114,7 @@ impl<'a> TextToImage<'a> {
     /// What a plan needs to know of the pictures, which are of one size: the longest prompt counts.
     pub fn asked(&self, requests: &[Request]) -> Result<SizesRequest, PipelineError> {
         let mut text = TextRows::all(0);
-        for prompt in requests.iter().flat_map(prompts_of) {
+        for prompt in requests.iter().flat_map(Request::prompts) {
             text = text.at_least(self.family.text_rows(&self.family.tokenize(prompt)?));
         }
         let (size, steps) =
@@ -282,7 +246,7 @@ impl<'a> TextToImage<'a> {
         let Some(first) = requests.first() else {
             return Ok(Encoded { embeds: Vec::new(), places: Vec::new(), rows: TextRows::all(0) });
         };
-        let texts: Vec<&str> = requests.iter().flat_map(prompts_of).collect();
+        let texts: Vec<&str> = requests.iter().flat_map(Request::prompts).collect();
         let alike: Vec<&[&str]> = texts.chunk_by(|a, b| a == b).collect();
         let prompts = alike.iter().map(|texts| self.tokenize_one(texts[0], "", run));
         let prompts = prompts.collect::<Result<Vec<_>, _>>()?;
@@ -333,7 +297,7 @@ impl<'a> TextToImage<'a> {
         let embeds = self.encode(prompts, sizes, run)?;
         let last = embeds.len() - 1;
         let picture = match begun {
-            Some((done, latents)) => Sampling { done, latents, ..sampling(request, [0, last]) },
+            Some((done, latents)) => Sampling { done, ..Sampling::first(request, [0, last], latents) },
             None => self.begin(request, [0, last], run)?,
         };
         Ok(self.denoise(request, &embeds, vec![picture], sizes, run)?.remove(0))
@@ -348,7 +312,7 @@ impl<'a> TextToImage<'a> {
     ) -> Result<Sampling, PipelineError> {
         let noise = run.watch.boundary("noise_nchw", self.noise(request));
         let latents = run.watch.boundary("noise_packed", pack_latents(&noise)?);
-        Ok(Sampling { latents, ..sampling(request, places) })
+        Ok(Sampling::first(request, places, latents))
     }
 
     /// The latents after the last step that an earlier attempt finished, and how many steps that are.
@@ -513,96 +477,6 @@ impl<'a> TextToImage<'a> {
             watch.listener.on_event(Event::warning(message));
         }
     }
-}
-
-/// The remaining steps of one picture in the transformer's open session.
-fn denoise_one(
-    picture: Sampling,
-    schedule: &Schedule,
-    conditions: &Conditions,
-    stage: &mut Opened<'_>,
-    watch: &mut Watch<'_>,
-    folder: &mut RunFolder,
-) -> Result<HostTensor, PipelineError> {
-    let Sampling { prompt, negative, done, mut latents } = picture;
-    let (exposed, count) = (stage.exposed(), schedule.steps());
-    let bind = |stage: &mut Opened<'_>, place: usize| {
-        conditions.prompts[place].iter().try_for_each(|(name, tensor)| stage.bind(name, tensor))
-    };
-    bind(stage, prompt)?;
-    for step in done..count {
-        let started = Instant::now();
-        let wanted = if step == 0 { &exposed[..] } else { &[] };
-        let mut velocity = velocity(step, &latents, conditions, wanted, stage, watch)?;
-        if let Some((place, scale)) = negative {
-            bind(stage, place)?;
-            let other = self::velocity(step, &latents, conditions, &[], stage, watch)?;
-            velocity = guided(&velocity, &other, scale);
-            bind(stage, prompt)?;
-        }
-        let velocity = watch.boundary(&format!("pred_step{step}"), velocity);
-        schedule.euler_step(step, &mut latents, &velocity)?;
-        latents = watch.boundary(&latents_after(step), latents);
-        let seconds = started.elapsed().as_secs_f64();
-        watch.listener.on_event(Event::Step { index: step + 1, count, seconds });
-        if step + 1 < count {
-            check_finite(TRANSFORMER, Some(step), &latents)?;
-            folder.keep(&[(latents_after(step).as_str(), &latents)], &EMBEDS, watch.listener);
-        }
-    }
-    Ok(latents)
-}
-
-/// What the transformer makes of the latents for the prompt whose inputs are bound.
-fn velocity(
-    step: usize,
-    latents: &HostTensor,
-    conditions: &Conditions,
-    exposed: &[String],
-    stage: &mut Opened<'_>,
-    watch: &mut Watch<'_>,
-) -> Result<HostTensor, PipelineError> {
-    let mut inputs = vec![("latents", TensorView::Host(latents))];
-    inputs.extend(conditions.steps[step].iter().map(|(name, tensor)| (&**name, tensor.into())));
-    let velocity = stage.run_and_probe(&inputs, ("pred", Placement::Host), exposed, watch)?;
-    let velocity = velocity.into_host()?.widened();
-    check_finite(TRANSFORMER, Some(step), &velocity)?;
-    Ok(velocity)
-}
-
-/// `negative + scale * (positive - negative)`.
-fn guided(positive: &HostTensor, negative: &HostTensor, scale: f32) -> HostTensor {
-    let pairs = positive.to_f32().into_iter().zip(negative.to_f32());
-    HostTensor::f32(&positive.shape, pairs.map(|(p, n)| n + scale * (p - n)).collect())
-}
-
-/// A picture at its first step, without latents.
-fn sampling(request: &Request, [prompt, negative]: [usize; 2]) -> Sampling {
-    let negative = request.negative.as_ref().map(|own| (negative, own.scale));
-    Sampling { prompt, negative, done: 0, latents: HostTensor::f32(&[0], Vec::new()) }
-}
-
-/// The prompt, and the negative one if there is one.
-fn prompts_of(request: &Request) -> impl Iterator<Item = &str> {
-    let negative = request.negative.as_ref().map(|negative| negative.prompt.as_str());
-    [request.prompt.as_str()].into_iter().chain(negative)
-}
-
-/// The encoded prompts that the pictures have, and the pictures with their places among these: what the transformer takes
-/// for a prompt can be large.
-fn own_prompts(embeds: &[HostTensor], mut pictures: Vec<Sampling>) -> (Vec<HostTensor>, Vec<Sampling>) {
-    let mut places = Vec::new();
-    let mut place = |prompt: usize| {
-        places.iter().position(|known| *known == prompt).unwrap_or_else(|| {
-            places.push(prompt);
-            places.len() - 1
-        })
-    };
-    for picture in &mut pictures {
-        picture.prompt = place(picture.prompt);
-        picture.negative = picture.negative.map(|(prompt, scale)| (place(prompt), scale));
-    }
-    (places.into_iter().map(|prompt| embeds[prompt].clone()).collect(), pictures)
 }
 
 /// The names under which encoded prompts are kept: the prompt's, and that of the negative one.
