@@ -153,7 +153,13 @@ def randomise(module: torch.nn.Module, generator: torch.Generator) -> None:
             weight.copy_(torch.randn(weight.shape, generator=generator) / weight[0].numel() ** 0.5)
 
 
-def plant_sink(encoder: torch.nn.Module, token: int, peak: float = 9000.0, left: float = 20.0) -> None:
+def sharpen(transformer: torch.nn.Module, factor: float = 3.0) -> None:
+    """Makes attention choose, so that it matters where a token is: of random queries all keys have about the same share."""
+    for block in transformer.transformer_blocks:
+        block.attn.norm_q.weight.mul_(factor)
+
+
+def plant_sink(encoder: torch.nn.Module, token: int, peak: float = 17500.0, left: float = 5.0) -> None:
     """Gives a token a massive activation: the first layer's feed-forward adds about `peak` to one channel of its residual,
     and the last layer's takes all but `left` away again. In 16 bits what is left is mostly rounding."""
     source, channel = 3, 7
@@ -181,15 +187,23 @@ def plant_sink(encoder: torch.nn.Module, token: int, peak: float = 9000.0, left:
         hook.remove()
         return float(kept[0].flatten()[channel])
 
-    # What a layer adds is linear in one entry of its last linear, but for the rounding of that entry.
+    # What a layer adds is linear in one entry of its last linear, but for the rounding of that entry to eight bits: of some
+    # peaks the one is taken that can be taken away best.
     end = len(stack.layers) - 1
     write, undo = first.down_proj.weight, last.down_proj.weight
-    write[channel, 0] = peak / residual(0)
-    write.copy_(write.bfloat16())
-    before = residual(end - 1)
-    undo[channel, 0] = (left - before) / ((residual(end) - before) / float(undo[channel, 0]))
-    undo.copy_(undo.bfloat16())
-    print(f"residual of the planted token: {before:.0f} before the last layer, {residual(end):.0f} after it")
+    share = residual(0) / float(write[channel, 0])
+
+    def plant(aimed: float) -> float:
+        write[channel, 0] = torch.tensor(aimed / share).bfloat16()
+        undo[channel, 0] = -1.0
+        before = residual(end - 1)
+        undo[channel, 0] = torch.tensor((before - left) / (residual(end) - before)).bfloat16()
+        return residual(end)
+
+    peaks = [peak * (1 + step / 128) for step in range(16)]
+    best = min(peaks, key=lambda aimed: abs(plant(aimed) - left))
+    after = plant(best)
+    print(f"residual of the planted token: {residual(end - 1):.0f} before the last layer, {after:.1f} after it")
 
 
 def build(spec: Checkpoint, root: Path) -> None:
@@ -209,6 +223,7 @@ def build(spec: Checkpoint, root: Path) -> None:
     modules = {"text_encoder": encoder, "transformer": transformer, "vae": vae}
     for module in modules.values():
         randomise(module, generator)
+    sharpen(transformer)
     if spec.sink:
         plant_sink(encoder, tokenizer.token_to_id("<|im_start|>"))
     for name, module in modules.items():
