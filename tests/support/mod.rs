@@ -91,6 +91,11 @@ impl Checkpoint {
         Checkpoint { source: root().join("bundles/klein-emoji/source"), set: Vec::new(), _folder: None }
     }
 
+    /// A checkpoint that is stored with its fixture.
+    pub fn stored(name: &str) -> Checkpoint {
+        Checkpoint { source: fixture(name).join("model"), set: Vec::new(), _folder: None }
+    }
+
     /// The checkpoint of a fixture, for the request of its oracle.
     pub fn of_fixture(name: &str) -> Checkpoint {
         let request = json(&oracle(name).join("request.json"));
