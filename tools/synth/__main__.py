@@ -117,12 +117,13 @@ def setting(text: str) -> tuple[str, str, object]:
 
 
 def preset_configs(preset: str) -> Configs:
-    """klein-emoji's config files under what the recipe states of the published ones."""
-    recipe, _, besides = PRESETS[preset]
+    """What the recipe states of the published config files, over klein-emoji's where these are of the same classes."""
+    recipe, components, besides = PRESETS[preset]
     stated = recipe_configs(recipe)
     configs = {}
     for component in COMPONENTS:
         own = json.loads((KLEIN_EMOJI / component / "config.json").read_text())
+        own = own if components is shapes.COMPONENTS else {}
         tokens = {key: own[key] for key in TOKENS if key in own}
         configs[component] = own | stated[component] | besides.get(component, {}) | tokens
     return configs
