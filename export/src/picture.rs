@@ -10,7 +10,7 @@ const MAX_PIXELS: usize = 1 << 26;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SizeError {
     #[error(
-        "{name} {value} is not a multiple of {multiple}, which this model draws in; try {below} or {above}"
+        "{name} {value} is not a multiple of {multiple}, which this model draws in; try {}", either(*below, *above)
     )]
     NotAMultiple { name: &'static str, value: usize, multiple: usize, below: usize, above: usize },
     #[error("{name} {value} is out of range; legal are multiples of {multiple} up to {MAX_SIDE}")]
@@ -21,6 +21,11 @@ pub enum SizeError {
     TooManyPixels { width: usize, height: usize },
     #[error("'{0}' is not a size; write WIDTHxHEIGHT, for example 512x512")]
     Syntax(String),
+}
+
+/// `96 or 112`
+fn either(below: usize, above: usize) -> String {
+    if below == above { below.to_string() } else { format!("{below} or {above}") }
 }
 
 /// `256x256, 512x128, ...`

@@ -68,10 +68,11 @@ pub struct Arguments {
     /// What not to draw, for models that are not distilled to one prompt (Qwen-Image); each step then takes twice as long
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     negative: Option<String>,
-    /// How far away from the negative prompt: 1 is not at all
+    /// How far away from the negative prompt, a number above 1
     #[arg(long, value_name = "SCALE", default_value_t = 4.0, requires = "negative")]
     guidance: f32,
-    /// Colour behind what is transparent (#rrggbb, white, black): the PNG is then opaque
+    /// Colour behind what is transparent (#rrggbb, white, black or grey): the PNG of a model that draws transparency
+    /// (Qwen-Image) is then opaque
     #[arg(long, value_name = "COLOUR")]
     background: Option<Colour>,
     /// PNG file to write; `out.png` becomes `out-1.png`, `out-2.png`, ... where there are several pictures
@@ -119,6 +120,7 @@ const EXAMPLES: &str = "\
 Examples:
   viaduct generate -b klein-q8 -p \"a lighthouse in fog\" -o lighthouse.png --size 512x512 --seed 7
   viaduct generate -b klein-q8 -p \"a fox\" -o fox.png --ep webgpu --json --progress json
+  viaduct generate -b qwen-image-q4 -p \"a sticker of a fox, transparent background\" --negative \"blurry\" -o fox.png
   viaduct generate -b klein-q8 -p \"a fox\" -p \"a hen\" --count 4 -o animal.png --keep-loaded   eight pictures";
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
@@ -162,7 +164,9 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let mut write = |index: usize, image: HostTensor| {
         let picture = Picture::from_tensor(&image)?;
         let picture = arguments.background.into_iter().fold(picture, Picture::on_background);
-        let png = picture.to_png(&provenance(&requests[index], &bundle).texts())?;
+        let mut texts = provenance(&requests[index], &bundle).texts();
+        texts.extend(arguments.background.map(|colour| ("background".to_owned(), colour.to_string())));
+        let png = picture.to_png(&texts)?;
         if index + 1 == requests.len() {
             end(&position);
         }

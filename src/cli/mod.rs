@@ -152,7 +152,7 @@ fn announce(device: &Device, listener: &mut dyn Listener) {
 /// How large a picture is.
 #[derive(Args)]
 struct SizeArguments {
-    /// Width in pixels, a multiple of 16 for FLUX.2; the model's own size by default
+    /// Width in pixels, a multiple of 16 for FLUX.2, cut to one of 32 for Qwen-Image; the model's own size by default
     #[arg(long)]
     width: Option<usize>,
     /// Height in pixels

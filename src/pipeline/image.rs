@@ -1,6 +1,6 @@
 //! Pictures: from the decoder's output to a PNG that says how it was made, and back.
 
-use std::{io::Cursor, ops::Range, str::FromStr};
+use std::{fmt, io::Cursor, ops::Range, str::FromStr};
 
 use png::{BitDepth, ColorType, Decoder, Encoder, Transformations};
 
@@ -102,6 +102,13 @@ pub fn to_unit(image: &HostTensor) -> HostTensor {
 /// Red, green, blue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Colour(pub [u8; 3]);
+
+impl fmt::Display for Colour {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Colour([red, green, blue]) = self;
+        write!(f, "#{red:02x}{green:02x}{blue:02x}")
+    }
+}
 
 impl FromStr for Colour {
     type Err = ImageError;
@@ -458,6 +465,7 @@ mod tests {
     fn colours_are_read() {
         for (text, colour) in [("white", [255; 3]), ("#0a0B0c", [10, 11, 12]), ("f80", [255, 136, 0])] {
             assert_eq!(text.parse::<Colour>().unwrap(), Colour(colour), "{text}");
+            assert_eq!(Colour(colour).to_string().parse::<Colour>().unwrap(), Colour(colour));
         }
         for text in ["", "#", "12345", "#1234567", "##123", "ünlü", "#ggg", "purpleish"] {
             assert!(text.parse::<Colour>().is_err(), "{text}");
