@@ -189,7 +189,8 @@ pub const MAX_STEPS: usize = 1000;
 /// One supported model family.
 pub struct Architecture {
     pub family: &'static str,
-    pub default_recipe: &'static str,
+    /// The recipe of a checkpoint folder of this family that has none of its own.
+    pub default_recipe: fn(&Path) -> &'static str,
     /// Whether a checkpoint folder holds this family.
     pub detects: fn(&Path) -> bool,
     pub author: fn(&Authoring<'_>) -> Result<Authored, ArchError>,
@@ -205,7 +206,7 @@ pub struct Architecture {
 pub const ARCHITECTURES: &[Architecture] = &[
     Architecture {
         family: "flux2",
-        default_recipe: "flux2-klein",
+        default_recipe: |_| "flux2-klein",
         detects: flux2::detects,
         author: |request| Ok(flux2::author(request)?),
         author_decoder: |request, cuts| Ok(flux2::author_decoder(request, cuts)?),
@@ -214,7 +215,7 @@ pub const ARCHITECTURES: &[Architecture] = &[
     },
     Architecture {
         family: "qwen-image",
-        default_recipe: "qwen-image-2.1",
+        default_recipe: qwen_image::default_recipe,
         detects: qwen_image::detects,
         author: |request| Ok(qwen_image::author(request)?),
         author_decoder: |request, cuts| Ok(qwen_image::author_decoder(request, cuts)?),

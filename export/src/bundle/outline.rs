@@ -58,8 +58,8 @@ impl Outline {
             }
             OutlineSource::Checkpoint { folder, recipe } => {
                 let architecture = detect(folder)?;
-                let Chosen { recipe, .. } =
-                    Recipe::choose(recipe, folder, architecture.default_recipe, request.set)?;
+                let default = (architecture.default_recipe)(folder);
+                let Chosen { recipe, .. } = Recipe::choose(recipe, folder, default, request.set)?;
                 check_family(&recipe, architecture)?;
                 (architecture, recipe, Some(folder.to_owned()))
             }

@@ -163,8 +163,8 @@ pub fn export(
     progress: &mut dyn FnMut(ExportEvent),
 ) -> Result<ExportSummary, ExportError> {
     let architecture = detect(request.source)?;
-    let Chosen { mut recipe, origin } =
-        Recipe::choose(request.recipe, request.source, architecture.default_recipe, request.set)?;
+    let default = (architecture.default_recipe)(request.source);
+    let Chosen { mut recipe, origin } = Recipe::choose(request.recipe, request.source, default, request.set)?;
     progress(ExportEvent::Recipe { name: recipe.name.clone(), origin });
     if let Some(license) = recipe.weights_license() {
         progress(ExportEvent::Note(format!("licence of the weights: {license}")));

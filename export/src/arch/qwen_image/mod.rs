@@ -14,7 +14,7 @@ use std::path::Path;
 use serde::Deserialize;
 
 use self::{
-    config::Config,
+    config::{Config, ModelIndex},
     parameters::{Graphs, MAX_TEXT_LENGTH, Parameters, PostStage, Template},
     transformer::Transformer,
     vae::Decoder,
@@ -30,7 +30,7 @@ use crate::{
     onnx::DType,
     recipe::{CONFIGS, Precision, RecipeError, WeightFormat},
     shapes::Sizes,
-    weights::{Checkpoint, WeightsError},
+    weights::{Checkpoint, WeightsError, read_json},
 };
 
 #[derive(Debug, thiserror::Error)]
@@ -202,6 +202,12 @@ fn checked(parameters: &serde_json::Value) -> Result<Parameters, SizesError> {
 pub fn detects(root: &Path) -> bool {
     let config = std::fs::read_to_string(root.join("transformer/config.json")).unwrap_or_default();
     config.contains("QwenImage21Transformer2DModel")
+}
+
+/// Turbo's, where the checkpoint has noise levels of its own.
+pub fn default_recipe(root: &Path) -> &'static str {
+    let index = read_json::<ModelIndex>(&root.join("model_index.json")).unwrap_or_default();
+    if index.sample_sigmas.is_some() { "qwen-image-2.1-turbo" } else { "qwen-image-2.1" }
 }
 
 /// What configs and recipe say, checked against each other.
