@@ -3,11 +3,12 @@
 //! Bytes go to a temporary name in the target's directory; only a complete, synced file takes the target's name. A
 //! run that dies half-way, or whose result is bad, leaves the earlier file as it was.
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{PoisonError, RwLock, RwLockWriteGuard};
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockWriteGuard};
 
 use tempfile::NamedTempFile;
 use viaduct_export::locked_file;
@@ -42,6 +43,13 @@ pub enum Existing {
 /// Shared by all writes while they have a temporary file.
 static WRITES: RwLock<()> = RwLock::new(());
 
+/// The temporary files that there are.
+static TEMPORARIES: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+fn temporaries() -> MutexGuard<'static, BTreeSet<PathBuf>> {
+    TEMPORARIES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// How the name of a temporary file begins.
 const TEMPORARY: &str = ".viaduct-";
 /// How it ends.
@@ -57,6 +65,35 @@ pub fn is_temporary(name: &OsStr) -> bool {
 /// no temporary file.
 pub fn hold_writes() -> RwLockWriteGuard<'static, ()> {
     WRITES.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Removes what is being written, and lets no write begin while the guard lives: for a process that ends meanwhile, and does
+/// not wait for writes that take long.
+pub fn discard_writes() -> impl Sized {
+    let temporaries = temporaries();
+    for file in temporaries.iter() {
+        let _ = fs::remove_file(file);
+    }
+    temporaries
+}
+
+/// A temporary file's place among those that there are.
+struct Registered(PathBuf);
+
+impl Registered {
+    /// Makes the file. No discarding of files comes between.
+    fn create(directory: &Path, name: Option<&str>) -> io::Result<(Registered, NamedTempFile)> {
+        let mut known = temporaries();
+        let file = create_in(directory, name)?;
+        known.insert(file.path().to_owned());
+        Ok((Registered(file.path().to_owned()), file))
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        temporaries().remove(&self.0);
+    }
 }
 
 /// Writes `path` with what `fill` writes. Any error, also one of `fill`, removes the temporary file and leaves an
@@ -82,7 +119,7 @@ pub fn write_through(
     check_target(path, existing)?;
     let directory = directory_of(path);
     let _writing = WRITES.read().unwrap_or_else(PoisonError::into_inner);
-    let mut temporary = create_in(directory, temporary).map_err(failed)?;
+    let (_registered, mut temporary) = Registered::create(directory, temporary).map_err(failed)?;
     let mut buffered = io::BufWriter::new(temporary.as_file_mut());
     fill(&mut buffered).and_then(|()| buffered.flush()).map_err(failed)?;
     drop(buffered);

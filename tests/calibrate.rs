@@ -2,9 +2,15 @@
 
 mod support;
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::Path,
+    process::{Child, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
 
-use support::{Checkpoint, json, oracle, scratch, viaduct};
+use support::{Bundle, Checkpoint, json, oracle, scratch, viaduct};
 use viaduct_export::weights::{self, Calibration};
 
 fn calibrate(bundle: &Path, out: &Path, options: &[&str]) -> assert_cmd::Command {
@@ -14,11 +20,11 @@ fn calibrate(bundle: &Path, out: &Path, options: &[&str]) -> assert_cmd::Command
     command
 }
 
-/// The same tensors with the same numbers, but for the order of sums.
-fn assert_same_sums(one: &Path, other: &Path) {
+/// The same tensors, with the same numbers in those that count, but for the order of sums.
+fn assert_same_sums(one: &Path, other: &Path, counts: impl Fn(&str) -> bool) {
     let [one, other] = [one, other].map(|file| weights::Checkpoint::open(file).unwrap());
     assert_eq!(one.names().collect::<Vec<_>>(), other.names().collect::<Vec<_>>());
-    for name in one.names() {
+    for name in one.names().filter(|name| counts(name)) {
         let [sums, again] = [&one, &other].map(|file| file.raw(name).unwrap().to_f32().unwrap().unwrap());
         let size: f32 = sums.iter().map(|x| x.abs()).sum();
         let difference: f32 = sums.iter().zip(&again).map(|(a, b)| (a - b).abs()).sum();
@@ -112,7 +118,7 @@ fn passes_change_nothing_and_the_least_size_is_told() {
     assert_eq!(calibrated(&statistics, &[])["passes"], 1);
     let report = calibrated(&again, &["--budget", "512KiB"]);
     assert!(report["passes"].as_u64().unwrap() > 1, "{report}");
-    assert_same_sums(&statistics, &again);
+    assert_same_sums(&statistics, &again, |_| true);
     calibrate(&bundle.path(), &statistics, &[]).assert().code(2);
 
     // Who asks for too little is told the least, which then is enough.
@@ -126,8 +132,71 @@ fn passes_change_nothing_and_the_least_size_is_told() {
     let stderr = String::from_utf8(output.stderr).unwrap();
     let least = stderr.split_once(" bytes)").and_then(|(least, _)| least.rsplit('(').next()).unwrap();
     assert!(stderr.contains("--set profiles.auto.block=64"), "{stderr}");
+    assert!(stderr.contains("--target-size: 1000 bytes"), "{stderr}");
     export(&smallest, least).assert().success();
     assert!(size(&smallest) <= least.parse().unwrap());
+    let rounded = stderr.split_once("at least ").and_then(|(_, rest)| rest.split_once(" (")).unwrap().0;
+    let again = folder.path().join("again");
+    export(&again, rounded).assert().success();
+}
+
+/// Weights of several stages, or of several products of one, are inputs of one name.
+#[test]
+fn weights_that_stages_share_have_one_input() {
+    let checkpoint = Checkpoint::stored("qwen-image");
+    let folder = scratch();
+    let calibrated = |graphs: &str| {
+        let bundle: Bundle = checkpoint.export("f32", &[&format!("transformer.graphs={graphs}")]);
+        let out = folder.path().join(format!("{graphs}.safetensors"));
+        calibrate(&bundle.path(), &out, &["--count", "1", "--size", "64x64"]).assert().success();
+        out
+    };
+    let [prefix, single] = ["prefix", "single"].map(calibrated);
+    // A single graph meets the text's rows again at every step.
+    assert_same_sums(&prefix, &single, |name| ["img_in.weight", "proj_out.weight"].contains(&name));
+    let known = Calibration::open(&prefix).unwrap();
+    assert!(known.sensitivity_of("transformer_blocks.0.attn.to_k.weight").unwrap() > 0.0);
+    let out = folder.path().join("fitted");
+    let mut command = checkpoint.export_command(&out, "q4", &["profiles.q4.fit=feedback"]);
+    command.arg("--calibration").arg(&prefix).assert().success();
+}
+
+fn files_in(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).unwrap();
+    entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+/// What an interrupted calibration has written goes with it, what a killed one has with the next.
+#[test]
+fn nothing_half_written_stays() {
+    let bundle = Checkpoint::of_fixture("flux2-a").export("f32", &[]);
+    let folder = scratch();
+    let out = folder.path().join("s.safetensors");
+    let start = || {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_viaduct"));
+        command.env("VIADUCT_RUNTIME", support::runtime_folder());
+        command.arg("calibrate").arg(bundle.path()).arg("-o").arg(&out);
+        let child = command.args(["--ep", "cpu", "--count", "10000"]).stderr(Stdio::null()).spawn().unwrap();
+        let end = Instant::now() + Duration::from_secs(60);
+        while files_in(folder.path()).is_empty() {
+            assert!(Instant::now() < end, "no file appears");
+            thread::sleep(Duration::from_millis(5));
+        }
+        child
+    };
+    let send = |child: &Child, signal: i32| unsafe { libc::kill(child.id() as i32, signal) };
+    for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+        let mut child = start();
+        send(&child, signal);
+        assert_eq!(child.wait().unwrap().code(), Some(128 + signal));
+        assert!(files_in(folder.path()).is_empty(), "{signal}");
+    }
+    let mut child = start();
+    send(&child, libc::SIGKILL);
+    child.wait().unwrap();
+    assert_eq!(files_in(folder.path()).len(), 1);
+    calibrate(&bundle.path(), &out, &["--count", "1"]).assert().success();
+    assert_eq!(files_in(folder.path()), ["s.safetensors"]);
 }
 
 /// Makes the values of a tensor as large as 1e30.
@@ -205,6 +274,9 @@ fn what_is_missing_is_named() {
     fs::write(&statistics, [0; 7]).unwrap();
     command.arg("--calibration").arg(&statistics);
     said(command, "s.safetensors");
+    let mut command = checkpoint.export_command(&folder.path().join("b"), "q4-fit", &[]);
+    command.args(["--calibration", "/dev/zero"]).timeout(Duration::from_secs(60));
+    said(command, "/dev/zero: not a regular file");
     let mut command = checkpoint.export_command(&folder.path().join("b"), "auto", &[]);
     command.args(["--target-size", "1GB"]);
     said(command, "--calibration");

@@ -438,3 +438,30 @@ fn a_licence_stays_with_the_weights() {
     assert_eq!(told.matches(licence).count(), 1, "{told}");
     assert!(fs::read_to_string(out.join("bundle.json")).unwrap().contains(licence));
 }
+
+/// What a recipe's value cannot be is the user's to mend, in both families.
+#[test]
+fn settings_that_cannot_be_are_usage_errors() {
+    let folder = scratch();
+    let families = [Checkpoint::stored(BASE), Checkpoint::of_fixture("flux2-a")];
+    let shared = [
+        ("text_encoder.length=0", "expected 1 to 8192"),
+        ("text_encoder.length=8193", "expected 1 to 8192"),
+        ("schedule.steps=0", "expected 1 to 1000"),
+        ("vae_decoder.attention_rows=0", "expected 1 to 16777216"),
+        ("vae_decoder.attention_rows=99999999999", "from 0 to 4294967295"),
+        ("vae_decoder.cuts=9", "the decoder's up blocks"),
+    ];
+    let own = [("transformer.graphs=foo", "prefix or single")];
+    let cases = families.iter().flat_map(|family| shared.iter().map(move |case| (family, case)));
+    for (family, (set, expected)) in cases.chain(own.iter().map(|case| (&families[0], case))) {
+        let mut command = family.export_command(&folder.path().join("b"), "f32", &[set]);
+        let output = command.assert().code(2).get_output().clone();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert!(stderr.contains(expected), "{set}: {stderr}");
+    }
+    // No shipped profile of this family fits weights.
+    let mut command = families[0].export_command(&folder.path().join("b"), "q4", &[]);
+    let output = command.args(["--calibration", "none.safetensors"]).assert().code(2).get_output().clone();
+    assert!(String::from_utf8(output.stderr).unwrap().contains("profiles.NAME.fit=feedback"));
+}

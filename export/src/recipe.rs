@@ -468,7 +468,7 @@ fn set_value(table: &mut toml::Table, recipe: &str, key: &str, text: &str) -> Re
     let bad = |expected| RecipeError::BadValue { key: key.to_owned(), value: text.to_owned(), expected };
     *old = match old {
         toml::Value::Integer(_) => {
-            whole(text).map(toml::Value::Integer).ok_or_else(|| bad("a whole number from 0"))?
+            whole(text).map(toml::Value::Integer).ok_or_else(|| bad("a whole number from 0 to 4294967295"))?
         }
         toml::Value::Float(_) => text.parse().map(toml::Value::Float).map_err(|_| bad("a number"))?,
         toml::Value::Boolean(_) => {
@@ -483,7 +483,7 @@ fn set_value(table: &mut toml::Table, recipe: &str, key: &str, text: &str) -> Re
                 .filter(|part| !part.trim().is_empty())
                 .map(|part| whole(part.trim()).map(toml::Value::Integer))
                 .collect::<Option<_>>()
-                .ok_or_else(|| bad("whole numbers from 0 with commas between them"))?,
+                .ok_or_else(|| bad("whole numbers from 0 to 4294967295 with commas between them"))?,
         ),
         toml::Value::Table(_) | toml::Value::Datetime(_) => return Err(bad("the name of a single value")),
     };

@@ -6,6 +6,7 @@ mod qwen_checkpoint;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    fs,
     path::Path,
 };
 
@@ -328,19 +329,71 @@ fn configs_that_do_not_fit_are_refused() {
         ("vae/config.json", "attn_scales", json!([1.0]), "attn_scales"),
         ("scheduler/scheduler_config.json", "use_dynamic_shifting", json!(false), "sample_sigmas"),
         ("model_index.json", "sample_sigmas", json!([0.5, 0.5]), "sample_sigmas"),
+        ("transformer/config.json", "axes_dims_rope", json!([0, 0, 16]), "axes_dims_rope"),
+        ("transformer/config.json", "eps", json!(0), "eps"),
+        ("vae/config.json", "latents_std", json!(vec![0.0; 8]), "latents_std"),
+        ("vae/config.json", "latents_std", json!(vec![1e7; 8]), "latents_std"),
+        ("vae/config.json", "latents_mean", json!(vec![-1e7; 8]), "latents_mean"),
+        ("scheduler/scheduler_config.json", "shift_terminal", json!(1.0), "shift_terminal"),
+        ("scheduler/scheduler_config.json", "base_shift", json!(1e300), "base_shift"),
+        ("scheduler/scheduler_config.json", "max_image_seq_len", json!(0), "max_image_seq_len"),
+        ("scheduler/scheduler_config.json", "max_image_seq_len", json!(1), "max_image_seq_len"),
+        ("scheduler/scheduler_config.json", "max_image_seq_len", json!(99999999999u64), "max_image_seq_len"),
     ];
     for (file, key, value, expected) in cases {
         let mut checkpoint = QwenCheckpoint::tiny();
         checkpoint.configs.get_mut(file).unwrap()[key] = value;
-        let folder = checkpoint.written();
-        let request = OutlineRequest {
-            source: OutlineSource::Checkpoint { folder: folder.path(), recipe: None },
-            profile: "f32",
-            set: &[],
-        };
-        let error = Outline::author(&request).err().unwrap().to_string();
+        let error = refused(checkpoint.written().path());
         assert!(error.contains(expected) && error.contains(file), "{error}");
     }
+    for (key, value) in [("rope_theta", json!(0)), ("rope_theta", json!(-1e4)), ("rms_norm_eps", json!(2.0))]
+    {
+        let mut checkpoint = QwenCheckpoint::tiny();
+        let text = &mut checkpoint.configs.get_mut("text_encoder/config.json").unwrap()["text_config"];
+        text[key] = value;
+        let error = refused(checkpoint.written().path());
+        assert!(error.contains(key) && error.contains("text_encoder/config.json"), "{error}");
+    }
+}
+
+/// Why a plan of it cannot be made.
+fn refused(folder: &Path) -> String {
+    let source = OutlineSource::Checkpoint { folder, recipe: None };
+    Outline::author(&OutlineRequest { source, profile: "f32", set: &[] }).err().unwrap().to_string()
+}
+
+/// Without its tokenizer, or with one that cuts the template's tokens to pieces, a model draws other pictures.
+#[test]
+fn a_tokenizer_that_does_not_fit_is_refused() {
+    const TOKENS: &str = "processor/tokenizer.json";
+    let failed = |prepare: &dyn Fn(&Path)| {
+        let folder = QwenCheckpoint::tiny().written();
+        fs::remove_file(folder.path().join(TOKENS)).unwrap();
+        prepare(&folder.path().join(TOKENS));
+        let out = folder.path().join("bundle");
+        let request = ExportRequest {
+            source: folder.path(),
+            out: &out,
+            recipe: None,
+            profile: "f32",
+            calibration: None,
+            target_bytes: None,
+            set: &[],
+            force: false,
+            fault: None,
+        };
+        let error = export(&request, &mut |_| ()).unwrap_err().to_string();
+        assert!(error.contains(TOKENS) && !out.exists(), "{error}");
+        error
+    };
+    failed(&|_| ());
+    failed(&|path| fs::create_dir(path).unwrap());
+    failed(&|path| {
+        assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
+    });
+    let one = json!({ "added_tokens": [{ "id": 0, "content": "<|im_start|>" }] }).to_string();
+    let error = failed(&|path| fs::write(path, &one).unwrap());
+    assert!(error.contains("<|im_end|>"), "{error}");
 }
 
 /// Names are found under every prefix, and where there is none.

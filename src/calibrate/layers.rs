@@ -21,20 +21,28 @@ pub struct Layer {
     pub outputs: usize,
 }
 
-/// A value that linear layers read.
+/// What the same linear layers read.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerInput {
+    /// The values, in the order of the stages: several where stages, or parts of one, have weights in common.
+    pub sources: Vec<Source>,
+    /// Names of the weights that they are multiplied with.
+    pub weights: Vec<String>,
+    /// Columns of the values: the layers' inputs.
+    pub width: usize,
+}
+
+/// A value of a stage.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Source {
+    pub stage: String,
     /// The value's name.
     pub value: String,
     /// Whether it is an input of the graph itself.
     pub is_graph_input: bool,
-    /// Names of the weights that it is multiplied with.
-    pub weights: Vec<String>,
-    /// Columns of the value: the layers' inputs.
-    pub width: usize,
 }
 
-/// The linear layers of a graph, in its order. A weight counts for the first value that it is multiplied with.
+/// The linear layers of a graph, in its order: every weight with each value that it is multiplied with.
 pub fn layers(graph: &Graph) -> Vec<Layer> {
     let casts: BTreeMap<ValueId, ValueId> = graph
         .nodes()
@@ -43,20 +51,31 @@ pub fn layers(graph: &Graph) -> Vec<Layer> {
         .collect();
     let mut layers: Vec<Layer> = Vec::new();
     for layer in graph.nodes().filter_map(|(_, node)| layer(graph, &casts, node)) {
-        if layers.iter().all(|known| known.weight != layer.weight) {
+        if layers.iter().all(|known| (&known.weight, &known.input) != (&layer.weight, &layer.input)) {
             layers.push(layer);
         }
     }
     layers
 }
 
-/// What the linear layers of a graph read, in the graph's order.
-pub fn layer_inputs(graph: &Graph) -> Vec<LayerInput> {
+/// What the linear layers of stages read, in their order. Weights that read the same values have one input.
+pub fn layer_inputs(stages: impl IntoIterator<Item = (String, Vec<Layer>)>) -> Vec<LayerInput> {
+    let mut by_weight: Vec<LayerInput> = Vec::new();
+    for (stage, layers) in stages {
+        for Layer { weight, input: value, is_graph_input, inputs: width, .. } in layers {
+            let source = Source { stage: stage.clone(), value, is_graph_input };
+            match by_weight.iter_mut().find(|input| input.weights[0] == weight) {
+                Some(input) => input.sources.push(source),
+                None => by_weight.push(LayerInput { sources: vec![source], weights: vec![weight], width }),
+            }
+        }
+    }
     let mut inputs: Vec<LayerInput> = Vec::new();
-    for Layer { weight, input: value, is_graph_input, inputs: width, .. } in layers(graph) {
-        match inputs.iter_mut().find(|input| input.value == value && input.width == width) {
-            Some(input) => input.weights.push(weight),
-            None => inputs.push(LayerInput { value, is_graph_input, weights: vec![weight], width }),
+    for input in by_weight {
+        let same = |known: &&mut LayerInput| (&known.sources, known.width) == (&input.sources, input.width);
+        match inputs.iter_mut().find(same) {
+            Some(known) => known.weights.extend(input.weights),
+            None => inputs.push(input),
         }
     }
     inputs

@@ -12,7 +12,6 @@ mod sensor;
 mod sums;
 
 use std::{
-    collections::BTreeMap,
     io::{self, Write},
     path::Path,
 };
@@ -24,8 +23,8 @@ use viaduct_export::{
 
 pub use self::prompts::PROMPTS;
 use self::{
-    layers::{LayerInput, layer_inputs},
-    recorder::{Recorder, Watched},
+    layers::{LayerInput, Source, layer_inputs, layers},
+    recorder::Recorder,
     sensor::Sensor,
     sums::Sums,
 };
@@ -93,8 +92,11 @@ pub struct Calibrated {
 /// Pictures of which it is seen what errors do: each is many runs.
 const SENSED: usize = 2;
 
-/// The inputs that one pass looks at, each with its stage.
-type Pass = Vec<(String, LayerInput)>;
+/// The inputs that one pass looks at.
+type Pass = Vec<LayerInput>;
+
+/// Names the file while it is written.
+const TEMPORARY: &str = "statistics";
 
 /// Draws the pictures, without decoding them, and writes the statistics of what the layers read. The file is there when
 /// it is complete, or not at all.
@@ -112,9 +114,9 @@ pub fn calibrate(
     let joint = text + request.pictures.iter().map(|picture| picture.size.tokens()).max().unwrap_or(0);
     let rows = |stage: &str| if stage == TEXT_ENCODER { text } else { joint };
     let passes = passes(inputs(bundle)?, rows, request.budget)?;
-    let inputs: Vec<_> = passes.iter().flatten().map(|(_, input)| (input_name(input), input.width)).collect();
+    let inputs: Vec<_> = passes.iter().flatten().map(|input| (input_name(input), input.width)).collect();
     let header = header(&inputs);
-    let weights: Vec<&String> = passes.iter().flatten().flat_map(|(_, input)| &input.weights).collect();
+    let weights: Vec<&String> = passes.iter().flatten().flat_map(|input| &input.weights).collect();
     let sums = inputs.iter().filter_map(|(_, width)| Sums::bytes(*width)).sum::<u64>();
     let bytes = header.len() as u64 + sums + size_of::<f32>() as u64 * weights.len() as u64;
     // An error of the run is no error of the file.
@@ -138,7 +140,7 @@ pub fn calibrate(
         }
         Ok(())
     };
-    let written = atomic_file::write_with(request.out, request.existing, |file| {
+    let written = atomic_file::write_through(request.out, request.existing, Some(TEMPORARY), |file| {
         fill(file).map_err(|error| {
             failed = Some(error);
             io::Error::other("the calibration failed")
@@ -157,25 +159,22 @@ fn look(
     executor: &mut dyn Executor,
     listener: &mut dyn Listener,
 ) -> Result<Vec<Sums>, CalibrationError> {
-    let mut watched: BTreeMap<String, Vec<Watched>> = BTreeMap::new();
-    for (stage, LayerInput { value, is_graph_input, width, .. }) in pass {
-        let (value, is_graph_input, sums) = (value.clone(), *is_graph_input, Sums::new(*width));
-        watched.entry(stage.clone()).or_default().push(Watched { value, is_graph_input, sums });
-    }
-    let mut recorder = Recorder { executor, watched };
+    let mut recorder = Recorder::new(executor, pass);
     let mut nothing = NoProbe;
     let watch = Watch::new(listener, &mut nothing);
     let mut run = Run { executor: &mut recorder, plan: None, watch, folder: RunFolder::none() };
-    let text_alone = pass.iter().all(|(stage, _)| stage == TEXT_ENCODER);
+    let text_alone = pass.iter().flat_map(|input| &input.sources).all(|source| source.stage == TEXT_ENCODER);
     let drawn = match text_alone {
         true => pipeline.embeds_of_all(pictures, &mut run),
         false => pipeline.latents_of_all(pictures, &mut run),
     };
-    let sums = recorder.sums(pass);
+    let sums = recorder.sums;
     // A run that fails of infinite values does not know where they began.
     let broken = pass.iter().zip(&sums).find(|(_, sums)| !sums.are_finite());
-    if let Some(((stage, input), _)) = broken {
-        return Err(CalibrationError::NotFinite { stage: stage.clone(), weights: input.weights.join(", ") });
+    if let Some((input, _)) = broken {
+        let stages = input.sources.iter().map(|source| source.stage.as_str());
+        let (stage, weights) = (stages.collect::<Vec<_>>().join(" or "), input.weights.join(", "));
+        return Err(CalibrationError::NotFinite { stage, weights });
     }
     drawn?;
     Ok(sums)
@@ -198,32 +197,33 @@ fn sense<'e>(
 
 /// What the layers of all stages before the decoder read.
 fn inputs(bundle: &Bundle) -> Result<Pass, CalibrationError> {
-    let mut inputs = Vec::new();
+    let mut found = Vec::new();
     for stage in bundle.manifest.stages.iter().filter(|stage| !stage.name.starts_with("vae_")) {
         let model = bundle.model(&stage.name)?;
         if model.graph.nodes().any(|(_, node)| node.op_type == "MatMulNBits") {
             return Err(CalibrationError::Quantised { profile: bundle.manifest.profile.clone() });
         }
-        inputs.extend(layer_inputs(&model.graph).into_iter().map(|input| (stage.name.clone(), input)));
+        found.push((stage.name.clone(), layers(&model.graph)));
     }
-    Ok(inputs)
+    Ok(layer_inputs(found))
 }
 
 /// Inputs in passes that keep to the budget; the values of a stage have at most so many rows.
 fn passes(inputs: Pass, rows: impl Fn(&str) -> usize, budget: u64) -> Result<Vec<Pass>, CalibrationError> {
     let mut passes: Vec<Pass> = Vec::new();
     let mut left = 0;
-    for (stage, input) in inputs {
-        let values = (rows(&stage) as u64).saturating_mul(input.width as u64).saturating_mul(8);
+    for input in inputs {
+        let rows = input.sources.iter().map(|source| rows(&source.stage) as u64).sum::<u64>();
+        let values = rows.saturating_mul(input.width as u64).saturating_mul(8);
         let bytes = Sums::bytes(input.width).filter(|bytes| *bytes > 0).ok_or_else(|| {
-            let (stage, value, width) = (stage.clone(), input.value.clone(), input.width);
-            CalibrationError::Width { stage, value, width }
+            let Source { stage, value, .. } = input.sources[0].clone();
+            CalibrationError::Width { stage, value, width: input.width }
         })?;
         let bytes = bytes.saturating_add(values);
         match passes.last_mut().filter(|_| bytes <= left) {
-            Some(pass) => pass.push((stage, input)),
+            Some(pass) => pass.push(input),
             None => {
-                passes.push(vec![(stage, input)]);
+                passes.push(vec![input]);
                 left = budget;
             }
         }

@@ -4,33 +4,50 @@ use std::collections::BTreeMap;
 
 use viaduct_export::bundle::Bundle;
 
-use super::{layers::LayerInput, sums::Sums};
+use super::{
+    layers::{LayerInput, Source},
+    sums::Sums,
+};
 use crate::{
     runtime::{Binding, Device, Executor, Placement, RuntimeError, Session, Tensor, TensorView},
     tensor::HostTensor,
 };
 
 /// A value of a stage that is looked at.
-pub struct Watched {
-    pub value: String,
-    pub is_graph_input: bool,
-    pub sums: Sums,
+struct Watched {
+    value: String,
+    is_graph_input: bool,
+    /// Which sums it is added to.
+    sums: Vec<usize>,
 }
 
 /// Adds up what passes through the watched values, by stage.
 pub struct Recorder<'e> {
-    pub executor: &'e mut dyn Executor,
-    pub watched: BTreeMap<String, Vec<Watched>>,
+    executor: &'e mut dyn Executor,
+    watched: BTreeMap<String, Vec<Watched>>,
+    /// In the order of the inputs.
+    pub sums: Vec<Sums>,
 }
 
-impl Recorder<'_> {
-    /// The sums of these inputs, in their order.
-    pub fn sums(self, inputs: &[(String, LayerInput)]) -> Vec<Sums> {
-        let mut watched: BTreeMap<_, _> =
-            self.watched.into_iter().map(|(stage, watched)| (stage, watched.into_iter())).collect();
-        let next =
-            |(stage, _): &(String, LayerInput)| watched.get_mut(stage)?.next().map(|watched| watched.sums);
-        inputs.iter().filter_map(next).collect()
+impl<'e> Recorder<'e> {
+    /// Looks at what these inputs are made of.
+    pub fn new(executor: &'e mut dyn Executor, inputs: &[LayerInput]) -> Recorder<'e> {
+        let mut watched: BTreeMap<String, Vec<Watched>> = BTreeMap::new();
+        for (index, input) in inputs.iter().enumerate() {
+            for Source { stage, value, is_graph_input } in &input.sources {
+                let of_stage = watched.entry(stage.clone()).or_default();
+                match of_stage.iter_mut().find(|known| known.value == *value) {
+                    Some(known) => known.sums.push(index),
+                    None => of_stage.push(Watched {
+                        value: value.clone(),
+                        is_graph_input: *is_graph_input,
+                        sums: vec![index],
+                    }),
+                }
+            }
+        }
+        let sums = inputs.iter().map(|input| Sums::new(input.width)).collect();
+        Recorder { executor, watched, sums }
     }
 }
 
@@ -54,13 +71,15 @@ impl Executor for Recorder<'_> {
         let Binding { sizes, scaled, settings, planned, .. } = *binding;
         let binding = Binding { sizes, exposed: &all, scaled, settings, planned, ahead: &[] };
         let session = self.executor.open_stage(bundle, name, &binding)?;
-        Ok(Box::new(Recorded { session, watched, exposed, bound: BTreeMap::new() }))
+        let sums = &mut self.sums;
+        Ok(Box::new(Recorded { session, watched, sums, exposed, bound: BTreeMap::new() }))
     }
 }
 
 struct Recorded<'r> {
     session: Box<dyn Session + 'r>,
-    watched: &'r mut [Watched],
+    watched: &'r [Watched],
+    sums: &'r mut [Sums],
     /// The watched values that are no inputs of the graph.
     exposed: Vec<String>,
     /// The watched inputs that are bound.
@@ -101,14 +120,14 @@ impl Session for Recorded<'_> {
         let exposed = tensors.split_off(outputs.len());
         let exposed: BTreeMap<&str, &Tensor> =
             self.exposed.iter().map(String::as_str).zip(&exposed).collect();
-        for watched in self.watched.iter_mut() {
+        for watched in self.watched {
             let name = watched.value.as_str();
             let given = inputs.iter().find(|(input, _)| *input == name).map(|(_, tensor)| *tensor);
             let bound = || self.bound.get(name).map(TensorView::Host);
             let exposed = || exposed.get(name).map(|tensor| tensor.view());
             if let Some(tensor) = given.or_else(bound).or_else(exposed) {
                 let tensor = tensor.on_host()?;
-                record(self.session.name(), watched, &tensor)?;
+                record(self.session.name(), watched, self.sums, &tensor)?;
             }
         }
         Ok(tensors)
@@ -119,16 +138,24 @@ impl Session for Recorded<'_> {
     }
 }
 
-fn record(stage: &str, watched: &mut Watched, tensor: &HostTensor) -> Result<(), RuntimeError> {
-    let width = watched.sums.width();
-    if tensor.shape.last() != Some(&width) {
-        return Err(RuntimeError::BadTensor {
-            stage: stage.to_owned(),
-            tensor: watched.value.clone(),
-            expected: format!("{width} columns"),
-            got: format!("{:?}", tensor.shape),
-        });
+fn record(
+    stage: &str,
+    watched: &Watched,
+    sums: &mut [Sums],
+    tensor: &HostTensor,
+) -> Result<(), RuntimeError> {
+    let rows = tensor.to_f32();
+    for index in &watched.sums {
+        let width = sums[*index].width();
+        if tensor.shape.last() != Some(&width) {
+            return Err(RuntimeError::BadTensor {
+                stage: stage.to_owned(),
+                tensor: watched.value.clone(),
+                expected: format!("{width} columns"),
+                got: format!("{:?}", tensor.shape),
+            });
+        }
+        sums[*index].add(&rows);
     }
-    watched.sums.add(&tensor.to_f32());
     Ok(())
 }

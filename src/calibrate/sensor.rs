@@ -31,7 +31,9 @@ pub struct Sensor<'e> {
 struct Sensed {
     name: String,
     outputs: Vec<String>,
-    /// By what was changed (a weight, for its layer, or an input of the stage), and output.
+    /// The layers' weights and products; a weight may have several.
+    layers: Vec<[String; 2]>,
+    /// By what was changed (the product of a layer, or an input of the stage), and output.
     responses: BTreeMap<(String, String), Response>,
 }
 
@@ -66,7 +68,11 @@ impl<'e> Sensor<'e> {
     /// The squared error of the last stage's result, as a share of it, for that of the layer's output; 0 for a weight that no
     /// stage has.
     pub fn sensitivity(&self, weight: &str) -> f64 {
-        (0..self.stages.len()).map(|stage| self.caused(stage, weight)).sum()
+        let of_stage = |stage: usize| {
+            let products = self.stages[stage].layers.iter().filter(|[own, _]| own == weight);
+            products.map(|[_, product]| self.caused(stage, product)).sum::<f64>()
+        };
+        (0..self.stages.len()).map(of_stage).sum()
     }
 
     /// What a change in a stage does to the result.
@@ -109,7 +115,9 @@ impl Executor for Sensor<'_> {
         let known = self.stages.iter().position(|stage| stage.name == name);
         let index = known.unwrap_or_else(|| {
             let (name, outputs) = (name.to_owned(), session.outputs());
-            self.stages.push(Sensed { name, outputs, responses: BTreeMap::new() });
+            let layers =
+                gains.iter().map(|gain| [gain.layer.weight.clone(), gain.layer.output.clone()]).collect();
+            self.stages.push(Sensed { name, outputs, layers, responses: BTreeMap::new() });
             self.stages.len() - 1
         });
         let sensed = &mut self.stages[index];
@@ -204,10 +212,10 @@ impl Session for Sensing<'_> {
         let plain = self.session.run_placed(inputs, &outputs)?;
         for index in 0..self.gains.len() {
             let Gain { layer, input, .. } = &self.gains[index];
-            let (weight, input) = (layer.weight.clone(), input.clone());
+            let (product, input) = (layer.output.clone(), input.clone());
             let factors = self.gains[index].tensor(|| self.signs.factor());
             self.session.bind(&input, &factors)?;
-            self.run_changed(&weight, inputs, &outputs, &plain)?;
+            self.run_changed(&product, inputs, &outputs, &plain)?;
             self.session.bind(&input, &self.gains[index].tensor(|| 1.0))?;
         }
         for (name, tensor) in self.bound.clone() {

@@ -1,18 +1,25 @@
 //! `viaduct calibrate`
 
-use std::path::PathBuf;
+use std::{path::PathBuf, time::Duration};
 
 use anyhow::Context;
 use clap::Args;
 use viaduct_export::{bundle::Bundle, bytes::ByteSize, files::read_limited};
 
 use super::{
-    DeviceArguments, ProgressArguments, SizeArguments, exit::UsageError, printer::print, progress::Progress,
+    DeviceArguments, ProgressArguments, SizeArguments,
+    exit::UsageError,
+    interrupt::{leave, on_interrupt, within},
+    printer::print,
+    progress::Progress,
 };
 use crate::{
-    atomic_file::Existing,
+    atomic_file::{self, Existing},
     calibrate::{Calibrated, CalibrationRequest, PROMPTS, calibrate},
-    pipeline::text_to_image::{Family, Noise, Request, TextToImage},
+    pipeline::{
+        event::Event,
+        text_to_image::{Family, Noise, Request, TextToImage},
+    },
 };
 
 /// Collect statistics of what the layers of a model read, for `viaduct export --calibration`.
@@ -73,6 +80,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let bundle = Bundle::open(&arguments.bundle)?;
     let pictures = pictures(arguments, TextToImage::open(&bundle)?.family())?;
     let mut progress = Progress::new(arguments.progress.progress);
+    stop_on_interrupt(&progress)?;
     let mut runtime = arguments.device.start(&mut progress)?;
     let request = CalibrationRequest {
         pictures: &pictures,
@@ -97,6 +105,21 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
             format!("{out}: {inputs} inputs of {weights} weights, {pictures} pictures, {megabytes:.1} MB\n")
         }
     })
+}
+
+/// How long the last word may take: standard error may be a pipe that nobody reads.
+const LAST_WORD: Duration = Duration::from_millis(500);
+
+/// An interrupt ends the process at once, without what it has written of the file.
+fn stop_on_interrupt(progress: &Progress) -> anyhow::Result<()> {
+    let last_word = progress.last_word();
+    on_interrupt(move |signal| {
+        let _discarded = atomic_file::discard_writes();
+        let event = Event::warning("interrupted; nothing was kept".to_owned());
+        within(LAST_WORD, move || last_word(event));
+        leave(signal)
+    })?;
+    Ok(())
 }
 
 fn pictures(arguments: &Arguments, family: &dyn Family) -> anyhow::Result<Vec<Request>> {

@@ -1,7 +1,7 @@
 //! Exit codes: what kind of failure an error is.
 
 use viaduct_export::{
-    arch::{ArchError, SizesError, flux2::Flux2Error as Flux2ExportError},
+    arch::{ArchError, SizesError, flux2::Flux2Error, qwen_image::QwenImageError},
     bundle::ExportError,
     passes::PassError,
     recipe::RecipeError,
@@ -144,11 +144,13 @@ fn export_code(error: &ExportError) -> Option<u8> {
         ExportError::SourceInside { .. } | ExportError::Foreign { .. } => Some(USAGE),
         ExportError::NotAFolder { .. } | ExportError::FamilyMismatch { .. } => Some(USAGE),
         ExportError::Recipe(e) => recipe_code(e),
-        ExportError::Arch(ArchError::Flux2(e)) => match e {
-            Flux2ExportError::Setting { .. } => Some(USAGE),
-            Flux2ExportError::Recipe(e) => recipe_code(e),
-            _ => Some(FAILED),
-        },
+        ExportError::Arch(
+            ArchError::Flux2(Flux2Error::Setting { .. })
+            | ArchError::QwenImage(QwenImageError::Setting { .. }),
+        ) => Some(USAGE),
+        ExportError::Arch(
+            ArchError::Flux2(Flux2Error::Recipe(e)) | ArchError::QwenImage(QwenImageError::Recipe(e)),
+        ) => recipe_code(e),
         _ => Some(FAILED),
     }
 }

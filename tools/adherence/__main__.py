@@ -12,6 +12,7 @@ The references are klein-emoji's training pictures at 16x16 pixels; tools/train_
 """
 
 import argparse
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +22,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from adherence.judge import Judge, PALETTE, on_background  # noqa: E402
 from drawing import PROGRAM, draw  # noqa: E402
+
+
+# The name in its bundles.
+MODEL = "klein-emoji"
 
 
 def cases(labels, count):
@@ -39,7 +44,26 @@ def parse():
     parser.add_argument("--program", type=Path, default=PROGRAM, help="%(default)s")
     parser.add_argument("--count", type=int, default=48, help="pictures, an even number (%(default)s)")
     parser.add_argument("--bar", type=float, default=0.95, help="share that must be right (%(default)s)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if problem := unfit(args):
+        parser.error(problem)
+    return args
+
+
+def unfit(args):
+    """Why there is nothing to judge; None if there is."""
+    if args.count < 2 or args.count % 2:
+        return f"--count {args.count}: an even number, of which every second picture has a colour"
+    if not args.program.is_file():
+        return f"{args.program}: no such program; build it with `make build`, or name it with --program"
+    manifest = args.bundle / "bundle.json"
+    try:
+        name = json.loads(manifest.read_text(encoding="utf-8"))["name"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{manifest}: {error}"
+    if name != MODEL:
+        return f"{args.bundle}: a bundle of {name}; only pictures of {MODEL} can be judged"
+    return None
 
 
 def main():

@@ -7,6 +7,8 @@ pub mod blocks;
 pub mod flux2;
 pub mod parameters;
 pub mod qwen_image;
+mod settings;
+pub mod tokenizer;
 
 use std::{path::Path, sync::Arc};
 

@@ -2,6 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
+/// What a bundle's parameters are called in messages of an export: they follow from configs and recipe.
+pub const PARAMETERS: &str = "what the configs and the recipe make of the bundle's parameters";
+
 /// A row-major table [rows, width] in a file of the bundle, read row by row on the host.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Embedding {

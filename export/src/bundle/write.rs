@@ -18,7 +18,6 @@ use crate::{
         ARCHITECTURES, ArchError, Architecture, Authored, Authoring, RawFile, Source, StageGraph,
         flux2::imported::contract::{ContractError, Role},
     },
-    bytes::ByteSize,
     files::sha256,
     onnx::{ReadError, WriteError, constant_bytes, written_bytes},
     passes::PassError,
@@ -52,20 +51,22 @@ pub enum ExportError {
     #[error(transparent)]
     Calibration(#[from] CalibrationError),
     #[error(
-        "--target-size: profile '{profile}' has no weights that are fitted with feedback, so none gets more bits; take one of: {known}"
+        "--target-size: profile '{profile}' has no weights that are fitted with feedback, so none gets more bits; {}",
+        instead(known)
     )]
-    NothingToRaise { profile: String, known: String },
+    NothingToRaise { profile: String, known: Vec<String> },
     #[error(
         "--target-size: which weights lose most is known of a calibration; make one with `viaduct calibrate` and pass --calibration FILE"
     )]
     TargetWithoutCalibration,
     #[error(
-        "--calibration: profile '{profile}' fits no weights, so it has no use for statistics; leave it out, or take one of: {known}"
+        "--calibration: profile '{profile}' fits no weights, so it has no use for statistics; leave it out, or {}",
+        instead(known)
     )]
-    CalibrationUnused { profile: String, known: String },
+    CalibrationUnused { profile: String, known: Vec<String> },
     #[error(
-        "--target-size {}: with profile '{profile}' the bundle takes at least {} ({least} bytes); ask for that much, or let the profile take less with larger blocks or fewer rules (--set profiles.{profile}.block=64)",
-        ByteSize(*target), ByteSize(*least)
+        "--target-size: {target} bytes are too few: with profile '{profile}' the bundle takes at least {:.1}MB ({least} bytes); ask for that much, or let the profile take less with larger blocks or fewer rules (--set profiles.{profile}.block=64)",
+        megabytes_above(*least)
     )]
     TargetTooSmall { target: u64, least: u64, profile: String },
     #[error("{weight}: {source}")]
@@ -101,6 +102,19 @@ pub enum ExportError {
     PartTwice { role: Role, first: PathBuf, second: PathBuf },
     #[error("no {role} among the graphs")]
     NoPart { role: Role },
+}
+
+/// What to do with a profile that fits nothing.
+fn instead(known: &[String]) -> String {
+    match known {
+        [] => "no profile of this recipe does: --set profiles.NAME.fit=feedback makes one".to_owned(),
+        _ => format!("take one of: {}", known.join(", ")),
+    }
+}
+
+/// In tenths of a megabyte, none less than the bytes.
+fn megabytes_above(bytes: u64) -> f64 {
+    bytes.div_ceil(100_000) as f64 / 10.0
 }
 
 /// What happens during an export, for progress display.
@@ -251,7 +265,7 @@ fn ignored_weights(source: &Path) -> Vec<PathBuf> {
 fn check_fit(request: &ExportRequest<'_>, recipe: &Recipe, profile: &Precision) -> Result<(), ExportError> {
     let names = |fits: &dyn Fn(Fit) -> bool| {
         let known = recipe.profiles.iter().filter(|(_, profile)| profile.fits().any(fits));
-        known.map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ")
+        known.map(|(name, _)| name.clone()).collect::<Vec<String>>()
     };
     let (feedback, fitted) = (|fit| fit == Fit::Feedback, |fit: Fit| !fit.is_nearest());
     let profile_name = request.profile.to_owned();
@@ -312,8 +326,8 @@ fn underflow_note(underflows: &BTreeMap<&str, u64>) -> Option<String> {
     let all: u64 = underflows.values().sum();
     let tensors = underflows.values().filter(|count| **count > 0).count();
     Some(format!(
-        "f16 has no numbers as small as {all} of the bf16 weights, below 2^-17, which were rounded; they are in {tensors} tensors, \
-         most ({most}) in {name}"
+        "{all} weights are so tiny (below 2^-17) that f16 keeps fewer of their digits than bf16 had; this is usually harmless. They \
+         are in {tensors} tensors, most ({most}) in {name}"
     ))
 }
 

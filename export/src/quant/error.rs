@@ -1,3 +1,5 @@
+use std::path::PathBuf;
+
 use crate::onnx::{DType, tensor::ComputeError};
 
 /// Why weights cannot be quantised, cast or laid out as asked.
@@ -33,12 +35,16 @@ pub enum QuantError {
     #[error("element {index} is {value:e}, which f16 cannot hold (largest 65504)")]
     CastOverflow { index: usize, value: f32 },
 
-    #[error("statistics of its inputs: {0}")]
-    Statistics(&'static str),
+    #[error("statistics of its inputs{}: {problem}", in_file(file))]
+    Statistics { file: Option<PathBuf>, problem: &'static str },
 
     #[error("statistics of {found} inputs; the layer has {expected}")]
     Inputs { expected: usize, found: usize },
 
     #[error("source weights: {0}")]
     Source(#[source] ComputeError),
+}
+
+fn in_file(file: &Option<PathBuf>) -> String {
+    file.as_ref().map_or(String::new(), |file| format!(" in {}", file.display()))
 }

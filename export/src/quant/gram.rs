@@ -7,7 +7,7 @@
 use rayon::prelude::*;
 
 use super::QuantError;
-use crate::onnx::{DType, Tensor, tensor::widen};
+use crate::onnx::{Bytes, DType, Tensor, tensor::widen};
 
 /// Columns of a window; a multiple of every block.
 pub const WINDOW: usize = 1024;
@@ -64,7 +64,17 @@ impl Gram {
 
     /// The factor of each window.
     pub(super) fn factors(&self) -> Result<Vec<Factor>, QuantError> {
-        self.windows()?.into_par_iter().map(Window::factor).collect()
+        let factors = self.windows()?.into_par_iter().map(Window::factor);
+        let all: Option<Vec<Factor>> = factors.collect();
+        all.ok_or_else(|| self.unsound("they are of no positive definite matrix"))
+    }
+
+    fn unsound(&self, problem: &'static str) -> QuantError {
+        let file = match &self.0.bytes {
+            Bytes::Mapped { file, .. } => Some(file.path.clone()),
+            _ => None,
+        };
+        QuantError::Statistics { file, problem }
     }
 
     fn windows(&self) -> Result<Vec<Window>, QuantError> {
@@ -84,7 +94,7 @@ impl Gram {
         };
         let windows: Vec<Window> = sums.chunks(width * WINDOW).map(window).collect();
         let sound = windows.iter().all(Window::is_sound);
-        if sound { Ok(windows) } else { Err(QuantError::Statistics("they are no sums of squares")) }
+        if sound { Ok(windows) } else { Err(self.unsound("they are no sums of squares")) }
     }
 }
 
@@ -108,8 +118,9 @@ impl Window {
         diagonal.map(move |d| d + damping)
     }
 
-    /// Cholesky's factorisation from the last column to the first, row by row of `R`'s tails.
-    fn factor(mut self) -> Result<Factor, QuantError> {
+    /// Cholesky's factorisation from the last column to the first, row by row of `R`'s tails; none of a matrix that is not
+    /// positive definite.
+    fn factor(mut self) -> Option<Factor> {
         let n = self.size;
         let diagonal: Vec<f64> = self.damped_diagonal().collect();
         for (j, d) in diagonal.into_iter().enumerate() {
@@ -121,7 +132,7 @@ impl Window {
             let tail = &row[j + 1..n];
             let pivot = row[j] - dot(tail, tail);
             if pivot.is_nan() || pivot <= 0.0 {
-                return Err(QuantError::Statistics("they are of no positive definite matrix"));
+                return None;
             }
             let root = pivot.sqrt();
             for above in above.chunks_exact_mut(n) {
@@ -136,7 +147,7 @@ impl Window {
                 feedback[i * n + j] = (r[j * n + i] / r[i * n + i]) as f32;
             }
         }
-        Ok(Factor { costs, feedback })
+        Some(Factor { costs, feedback })
     }
 }
 

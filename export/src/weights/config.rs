@@ -23,7 +23,9 @@ pub fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, WeightsError> {
     file.take(MAX_JSON).read_to_string(&mut text).map_err(io)?;
     serde_json::from_str(&text).map_err(|source| {
         let key = key_before(&text, source.line(), source.column());
-        WeightsError::Json { path: path.to_owned(), key: key.filter(|_| source.is_data()), source }
+        // What is missing is at no key: the error comes at the end of its object.
+        let at_key = source.is_data() && !source.to_string().starts_with("missing field");
+        WeightsError::Json { path: path.to_owned(), key: key.filter(|_| at_key), source }
     })
 }
 
@@ -69,7 +71,7 @@ mod tests {
         let nested = read(r#"{"hidden_size": 1, "axes": [1, -2], "later": 3}"#).unwrap_err();
         assert!(nested.contains("key `axes`"), "{nested}");
         let missing = read(r#"{"axes": []}"#).unwrap_err();
-        assert!(missing.contains("missing field `hidden_size`"), "{missing}");
+        assert!(missing.contains("config.json: missing field `hidden_size`"), "{missing}");
         let syntax = read(r#"{"axes": ["#).unwrap_err();
         assert!(syntax.contains("config.json") && syntax.contains("EOF"), "{syntax}");
         let absent = read_json::<Config>(&PathBuf::from("no/such.json")).unwrap_err().to_string();

@@ -27,7 +27,7 @@ impl QwenCheckpoint {
             ("vae/config.json", vae_config()),
             ("scheduler/scheduler_config.json", scheduler_config()),
             ("model_index.json", json!({ "_class_name": "QwenImage21Pipeline" })),
-            ("processor/tokenizer.json", json!({ "model": {} })),
+            ("processor/tokenizer.json", tokenizer()),
             ("processor/tokenizer_config.json", json!({})),
         ];
         let tensors =
@@ -137,6 +137,12 @@ fn values(name: &str, count: usize) -> Vec<f32> {
         (state >> 8) as f32 / (1 << 23) as f32 - 1.0
     };
     (0..count).map(|_| next()).collect()
+}
+
+fn tokenizer() -> Value {
+    let tokens = ["<|im_start|>", "<|im_end|>"].into_iter().enumerate();
+    let tokens = tokens.map(|(id, content)| json!({ "id": id, "content": content }));
+    json!({ "added_tokens": tokens.collect::<Vec<_>>(), "model": {} })
 }
 
 fn text_config() -> Value {

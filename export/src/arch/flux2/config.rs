@@ -6,7 +6,10 @@ use serde::Deserialize;
 
 use super::Flux2Error;
 use crate::{
-    arch::Source,
+    arch::{
+        Source,
+        settings::{is_base, is_epsilon},
+    },
     recipe::{CONFIGS, Recipe},
     weights::read_json,
 };
@@ -270,6 +273,11 @@ impl Config {
         }
         let rules = [
             (text, t.rope_theta().is_some(), "rope_theta is neither at the top nor under rope_parameters"),
+            (text, t.rope_theta().is_some_and(is_base), "rope_theta is not a finite number above 0"),
+            (text, is_epsilon(t.rms_norm_eps.into()), "rms_norm_eps is not above 0 and at most 1"),
+            (transformer, is_base(d.rope_theta), "rope_theta is not a finite number above 0"),
+            (transformer, is_epsilon(d.eps.into()), "eps is not above 0 and at most 1"),
+            (vae, is_epsilon(v.batch_norm_eps), "batch_norm_eps is not above 0 and at most 1"),
             (text, t.head_dim() % 2 == 0, "head_dim is odd"),
             (
                 text,
@@ -289,8 +297,8 @@ impl Config {
             ),
             (
                 transformer,
-                d.axes_dims_rope.len() == 4 && d.axes_dims_rope.iter().all(|a| a % 2 == 0),
-                "axes_dims_rope is not four even numbers (time, row, column, text position)",
+                d.axes_dims_rope.len() == 4 && d.axes_dims_rope.iter().all(|a| *a > 0 && a % 2 == 0),
+                "axes_dims_rope is not four even numbers from 2 (time, row, column, text position)",
             ),
             (transformer, d.outputs() == d.in_channels, "out_channels differs from in_channels"),
             (vae, v.patch_size == [2, 2], "patch_size is not [2, 2]"),

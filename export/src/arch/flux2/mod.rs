@@ -24,7 +24,8 @@ use super::{
     Authored, Authoring, CopiedFolder, MAX_STEPS, RawFile, SizesError, SizesRequest, StageGraph, TextRows,
     author::AuthorError,
     blocks::rope::Pairing,
-    parameters::{Embedding, EmbeddingType, TimeOrder},
+    parameters::{Embedding, EmbeddingType, PARAMETERS, TimeOrder},
+    settings::{CUTS, check_cuts},
 };
 use crate::{
     recipe::{CONFIGS, Compute, RecipeError},
@@ -44,8 +45,13 @@ pub enum Flux2Error {
     Config { place: String, problem: String },
     #[error("vae: {tensor} holds values that are not finite; the checkpoint is damaged")]
     Statistics { tensor: String },
-    #[error("{key} = {value:?}: {problem}")]
+    #[error("{key} = {}: {problem}", listed(value))]
     Setting { key: &'static str, value: Vec<usize>, problem: String },
+}
+
+/// Numbers as `--set` takes them.
+fn listed(numbers: &[usize]) -> String {
+    numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(",")
 }
 
 /// The free choices of the architecture that no config file states. Everything but the default is a planted fault
@@ -227,6 +233,7 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, Flux2Error> {
         },
         schedule,
     };
+    parameters.check().map_err(|problem| Flux2Error::Config { place: PARAMETERS.to_owned(), problem })?;
     Ok(Authored {
         stages,
         raw_files: vec![table],
@@ -306,5 +313,6 @@ fn check_settings(
             return Err(setting(key, &[value], format!("expected 1 to {limit}")));
         }
     }
-    Ok(())
+    check_cuts(&vae.cuts, config.vae.decoder_channels().len())
+        .map_err(|(cut, problem)| setting(CUTS, &[cut], problem))
 }

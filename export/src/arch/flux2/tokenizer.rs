@@ -5,9 +5,10 @@ use std::path::Path;
 use serde::Deserialize;
 
 use super::Flux2Error;
-use crate::weights::read_json;
-
-const TOKENS: &str = "tokenizer.json";
+use crate::{
+    arch::tokenizer::{AddedTokens, TOKENS},
+    weights::read_json,
+};
 
 #[derive(Deserialize)]
 struct TokenizerConfig {
@@ -20,18 +21,6 @@ struct TokenizerConfig {
 enum Token {
     Text(String),
     Object { content: String },
-}
-
-#[derive(Deserialize)]
-struct TokenizerFile {
-    #[serde(default)]
-    added_tokens: Vec<AddedToken>,
-}
-
-#[derive(Deserialize)]
-struct AddedToken {
-    id: i64,
-    content: String,
 }
 
 /// The id of the padding token that `tokenizer_config.json` names.
@@ -53,6 +42,5 @@ pub fn pad_id(folder: &Path) -> Result<i64, Flux2Error> {
 
 /// The id of a token among the tokenizer's added ones.
 pub fn added_token(folder: &Path, content: &str) -> Result<Option<i64>, Flux2Error> {
-    let listed: TokenizerFile = read_json(&folder.join(TOKENS))?;
-    Ok(listed.added_tokens.iter().find(|token| token.content == content).map(|token| token.id))
+    Ok(AddedTokens::read(folder)?.id(content))
 }

@@ -4,9 +4,12 @@ use std::path::Path;
 
 use serde::{Deserialize, de::IgnoredAny};
 
-use super::QwenImageError;
+use super::{QwenImageError, parameters::MAX_SHIFT_TOKENS};
 use crate::{
-    arch::{MAX_STEPS, Source},
+    arch::{
+        MAX_STEPS, Source,
+        settings::{is_base, is_epsilon},
+    },
     recipe::{CONFIGS, Recipe},
     weights::read_json,
 };
@@ -15,6 +18,9 @@ use crate::{
 const MAX_LAYERS: usize = 1024;
 /// The most channels of a level of the autoencoder.
 const MAX_CHANNELS: usize = 1 << 16;
+
+/// The largest statistic of a latent channel that makes sense.
+const MAX_STATISTIC: f32 = 1e6;
 
 /// The text stack of a Qwen3-VL model: `text_config` of `text_encoder/config.json`, or the file itself.
 #[derive(Clone, Debug, Deserialize)]
@@ -239,6 +245,9 @@ impl Config {
         let channels = v.decoder_channels();
         let rules = [
             (text, t.rope_theta().is_some(), "rope_theta is neither at the top nor under rope_parameters"),
+            (text, t.rope_theta().is_some_and(is_base), "rope_theta is not a finite number above 0"),
+            (text, is_epsilon(t.rms_norm_eps.into()), "rms_norm_eps is not above 0 and at most 1"),
+            (transformer, is_epsilon(d.eps.into()), "eps is not above 0 and at most 1"),
             (text, t.head_dim % 2 == 0, "head_dim is odd"),
             (
                 text,
@@ -252,10 +261,10 @@ impl Config {
             (
                 transformer,
                 d.axes_dims_rope.len() == 3
-                    && d.axes_dims_rope.iter().all(|axis| axis % 2 == 0)
+                    && d.axes_dims_rope.iter().all(|axis| *axis > 0 && axis % 2 == 0)
                     && d.axes_dims_rope.iter().try_fold(0usize, |sum, axis| sum.checked_add(*axis))
                         == Some(d.attention_head_dim),
-                "axes_dims_rope is not three even numbers (frame, row, column) that add up to attention_head_dim",
+                "axes_dims_rope is not three even numbers from 2 (frame, row, column) that add up to attention_head_dim",
             ),
             (transformer, d.outputs() == d.in_channels, "out_channels differs from in_channels"),
             (
@@ -273,6 +282,12 @@ impl Config {
                     statistic.len() == v.z_dim && statistic.iter().all(|value| value.is_finite())
                 }),
                 "latents_mean and latents_std are not one finite number per latent channel",
+            ),
+            (
+                vae,
+                v.latents_std.iter().all(|deviation| *deviation > 0.0 && *deviation <= MAX_STATISTIC)
+                    && v.latents_mean.iter().all(|mean| mean.abs() <= MAX_STATISTIC),
+                "latents_std has a number that is not above 0, or it or latents_mean has one beyond a million",
             ),
             (
                 vae,
@@ -298,6 +313,18 @@ impl Config {
                 scheduler,
                 s.time_shift_type.as_deref().unwrap_or("exponential") == "exponential",
                 "time_shift_type is not exponential",
+            ),
+            (
+                scheduler,
+                s.max_image_seq_len > s.base_image_seq_len && s.max_image_seq_len <= MAX_SHIFT_TOKENS,
+                "max_image_seq_len is not above base_image_seq_len and at most 2^30",
+            ),
+            (scheduler, is_shift(s.base_shift), "base_shift is not a number from -100 to 100"),
+            (scheduler, is_shift(s.max_shift), "max_shift is not a number from -100 to 100"),
+            (
+                scheduler,
+                s.shift_terminal.is_none_or(|terminal| (0.0..1.0).contains(&terminal)),
+                "shift_terminal is not a number from 0 to less than 1",
             ),
             (
                 model_index,
@@ -337,6 +364,11 @@ impl Config {
             Err(refuse(place, format!("{key} is {size}; expected 1 to {most}")))
         })
     }
+}
+
+/// Whether a shift of the noise levels leaves them numbers.
+pub fn is_shift(shift: f64) -> bool {
+    (-100.0..=100.0).contains(&shift)
 }
 
 /// Whether noise levels can be a schedule without its last 0.

@@ -24,7 +24,9 @@ use super::{
     StageGraph, TextRows,
     author::AuthorError,
     blocks::rope::Pairing,
-    parameters::{Embedding, EmbeddingType, TimeOrder},
+    parameters::{Embedding, EmbeddingType, PARAMETERS, TimeOrder},
+    settings::{CUTS, check_cuts},
+    tokenizer::{AddedTokens, TOKENS},
 };
 use crate::{
     onnx::DType,
@@ -43,8 +45,8 @@ pub enum QwenImageError {
     Recipe(#[from] RecipeError),
     #[error("{place}: {problem}")]
     Config { place: String, problem: String },
-    #[error("{key} = {value}: expected 1 to {most}")]
-    Setting { key: &'static str, value: usize, most: usize },
+    #[error("{key} = {value}: {problem}")]
+    Setting { key: &'static str, value: String, problem: String },
 }
 
 /// Rotary base of the transformer's positions, which no config file states.
@@ -145,7 +147,7 @@ struct TextSection {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct TransformerSection {
-    graphs: Graphs,
+    graphs: String,
 }
 
 /// `[schedule]` of the recipe.
@@ -233,10 +235,23 @@ impl Settings {
             ("vae_decoder.attention_rows", vae.attention_rows, 1 << 24),
             ("schedule.steps", steps, MAX_STEPS),
         ];
-        match settings.into_iter().find(|(_, value, most)| *value == 0 || value > most) {
-            Some((key, value, most)) => Err(QwenImageError::Setting { key, value, most }),
-            None => Ok(Settings { config, text, graphs, vae, steps }),
+        if let Some((key, value, most)) =
+            settings.into_iter().find(|(_, value, most)| !(1..=*most).contains(value))
+        {
+            return Err(QwenImageError::Setting {
+                key,
+                value: value.to_string(),
+                problem: format!("expected 1 to {most}"),
+            });
         }
+        check_cuts(&vae.cuts, config.vae.dim_mult.len()).map_err(|(value, problem)| {
+            QwenImageError::Setting { key: CUTS, value: value.to_string(), problem }
+        })?;
+        let graphs = Graphs::named(&graphs).ok_or_else(|| {
+            let (key, problem) = ("transformer.graphs", "expected prefix or single".to_owned());
+            QwenImageError::Setting { key, value: graphs, problem }
+        })?;
+        Ok(Settings { config, text, graphs, vae, steps })
     }
 }
 
@@ -245,6 +260,7 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, QwenImageError> {
     let settings = Settings::of(request)?;
     let constants = Constants::with_fault(request.fault);
     let config = &settings.config;
+    let tokenizer = tokenizer_folder(request.source, &settings.text)?;
 
     let weights = text_weights(request)?;
     let precision = request.profile.component("text_encoder");
@@ -256,10 +272,11 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, QwenImageError> {
     let post_stages = vae::post_stages(&settings.config.vae, &settings.vae.cuts);
     stages.extend(decoder);
     let parameters = parameters(settings, &constants, embedding, post_stages);
+    parameters.check().map_err(|problem| QwenImageError::Config { place: PARAMETERS.to_owned(), problem })?;
     Ok(Authored {
         stages,
         raw_files: vec![table],
-        copied_folders: vec![tokenizer_folder(request.source)],
+        copied_folders: vec![tokenizer],
         parameters: serde_json::to_value(parameters).unwrap_or_default(),
     })
 }
@@ -343,17 +360,35 @@ fn embedding(
     Ok((Embedding { file, dtype, rows, width }, table))
 }
 
-/// Published checkpoints have the tokenizer in a processor's folder.
-fn tokenizer_folder(source: Source<'_>) -> CopiedFolder {
-    let from = match source {
-        Source::Checkpoint(root) | Source::ConfigFiles(root)
-            if !root.join("processor/tokenizer.json").exists() =>
-        {
-            "tokenizer"
-        }
-        _ => "processor",
+/// Published checkpoints have the tokenizer in a processor's folder. The tokens of the template must be tokens of it: cut to
+/// pieces they would be words of the prompt.
+fn tokenizer_folder(source: Source<'_>, text: &TextSection) -> Result<CopiedFolder, QwenImageError> {
+    const PROCESSOR: &str = "processor";
+    let folder = |from: &str| CopiedFolder {
+        from: from.to_owned(),
+        to: "tokenizer".to_owned(),
+        files: CopiedFiles::Tokenizer,
     };
-    CopiedFolder { from: from.to_owned(), to: "tokenizer".to_owned(), files: CopiedFiles::Tokenizer }
+    let Source::Checkpoint(root) = source else { return Ok(folder(PROCESSOR)) };
+    let has_own = root.join(PROCESSOR).join(TOKENS).exists() || !root.join("tokenizer").join(TOKENS).exists();
+    let from = if has_own { PROCESSOR } else { "tokenizer" };
+    let known = AddedTokens::read(&root.join(from))?;
+    let texts = [&text.system, &text.before, &text.after];
+    match texts.into_iter().flat_map(|text| special_tokens(text)).find(|token| known.id(token).is_none()) {
+        None => Ok(folder(from)),
+        Some(token) => Err(QwenImageError::Config {
+            place: root.join(from).join(TOKENS).display().to_string(),
+            problem: format!("the template's token '{token}' is not among added_tokens"),
+        }),
+    }
+}
+
+/// What of a text is spelt as a special token: `<|name|>`.
+fn special_tokens(text: &str) -> impl Iterator<Item = &str> {
+    text.match_indices("<|").filter_map(|(start, _)| {
+        let end = text[start..].find("|>")?;
+        Some(&text[start..start + end + 2])
+    })
 }
 
 fn parameters(

@@ -1,8 +1,14 @@
 //! What the runner must know about an exported Qwen-Image-2.1 model besides its graphs; stored in `bundle.json`.
 
-use serde::{Deserialize, Serialize};
+use serde::{
+    Deserialize, Serialize,
+    de::{
+        IntoDeserializer,
+        value::{self, StrDeserializer},
+    },
+};
 
-use super::config::is_grid;
+use super::config::{is_grid, is_shift};
 use crate::{
     arch::{
         MAX_STEPS, SizesRequest,
@@ -14,6 +20,9 @@ use crate::{
 
 /// The most rows that a text may have: its mask is quadratic.
 pub const MAX_TEXT_LENGTH: usize = 1 << 13;
+
+/// The most tokens by which the noise levels are shifted.
+pub const MAX_SHIFT_TOKENS: usize = 1 << 30;
 
 /// Parameters of a Qwen-Image-2.1 bundle.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -100,6 +109,14 @@ pub struct PostStage {
     pub halo: Option<usize>,
 }
 
+impl Graphs {
+    /// As recipes and bundles spell it.
+    pub fn named(name: &str) -> Option<Graphs> {
+        let name: StrDeserializer<'_, value::Error> = name.into_deserializer();
+        Graphs::deserialize(name).ok()
+    }
+}
+
 impl PostStage {
     /// The symbols of the rows of its input and of its output, where it may go in strips.
     pub fn row_symbols(&self) -> [String; 2] {
@@ -122,7 +139,10 @@ impl PostStage {
         let limits = [(*scale, 1 << 10), (*growth, 1 << 10), (halo.unwrap_or(1), 1 << 12)];
         match limits.iter().all(|(value, most)| (1..=*most).contains(value)) {
             true => Ok(()),
-            false => Err(format!("vae.post_stages: {name}: scale {scale}, growth {growth}, halo {halo:?}")),
+            false => {
+                let halo = halo.map_or("none".to_owned(), |halo| halo.to_string());
+                Err(format!("vae.post_stages: {name}: scale {scale}, growth {growth}, halo {halo}"))
+            }
         }
     }
 }
@@ -160,14 +180,14 @@ impl Schedule {
         if self.sigmas.as_deref().is_some_and(|sigmas| !is_grid(sigmas)) {
             return Err("schedule.sigmas are not falling numbers from at most 1 to above 0".to_owned());
         }
-        if max_tokens <= base_tokens || max_tokens > 1 << 30 {
+        if max_tokens <= base_tokens || max_tokens > MAX_SHIFT_TOKENS {
             return Err(format!("schedule.shift.max_tokens is {max_tokens}; base_tokens is {base_tokens}"));
         }
-        if [base, max].iter().any(|shift| !shift.is_finite() || shift.abs() > 100.0) {
+        if ![base, max].into_iter().all(is_shift) {
             return Err(format!("schedule.shift goes from {base} to {max}"));
         }
-        if terminal.is_some_and(|terminal| !(0.0..1.0).contains(&terminal)) {
-            return Err(format!("schedule.shift.terminal is {terminal:?}; expected 0 to less than 1"));
+        if let Some(terminal) = terminal.filter(|terminal| !(0.0..1.0).contains(terminal)) {
+            return Err(format!("schedule.shift.terminal is {terminal}; expected 0 to less than 1"));
         }
         Ok(())
     }
@@ -204,8 +224,8 @@ impl Parameters {
                 return Err(format!("{key} is {theta}"));
             }
         }
-        if transformer.text_sigma.is_some_and(|sigma| !(0.0..=1.0).contains(&sigma)) {
-            return Err(format!("transformer.text_sigma is {:?}; expected 0 to 1", transformer.text_sigma));
+        if let Some(sigma) = transformer.text_sigma.filter(|sigma| !(0.0..=1.0).contains(sigma)) {
+            return Err(format!("transformer.text_sigma is {sigma}; expected 0 to 1"));
         }
         if !vae.multiple.is_multiple_of(vae.pixels_per_token) || !vae.pixels_per_token.is_power_of_two() {
             let (multiple, pixels) = (vae.multiple, vae.pixels_per_token);
