@@ -37,10 +37,10 @@ pub fn read_limited(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     Ok(content)
 }
 
-/// The SHA-256 of a file in hexadecimal digits; `progress` is told of the bytes of each part that was read.
+/// The SHA-256 of a regular file in hexadecimal digits; `progress` is told of the bytes of each part that was read.
 pub fn sha256(path: &Path, progress: &mut dyn FnMut(u64)) -> io::Result<String> {
     const PART: usize = 1 << 20;
-    let (mut file, mut hash, mut part) = (File::open(path)?, Sha256::new(), vec![0; PART]);
+    let (mut file, mut hash, mut part) = (open_regular(path)?.0, Sha256::new(), vec![0; PART]);
     loop {
         match file.read(&mut part)? {
             0 => return Ok(hex(&hash.finalize())),

@@ -22,8 +22,11 @@ use crate::{
     tensor::HostTensor,
 };
 
+/// Makes a bundle ready.
+type Open = fn(&Bundle) -> Result<Box<dyn Family>, PipelineError>;
+
 /// The families, by the name in a bundle's manifest.
-pub(super) const FAMILIES: &[(&str, fn(&Bundle) -> Result<Box<dyn Family>, PipelineError>)] = &[
+pub(super) const FAMILIES: &[(&str, Open)] = &[
     ("flux2", |bundle| Ok(Box::new(Flux2::open(bundle)?))),
     ("qwen-image", |bundle| Ok(Box::new(QwenImage::open(bundle)?))),
 ];
