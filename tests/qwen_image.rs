@@ -327,7 +327,7 @@ fn draw(bundle: &Bundle, prompt: &str, more: &[&str]) -> (Vec<u8>, String) {
     let out = folder.path().join("picture.png");
     let mut command = bundle.generate(&out, prompt, "cpu");
     command.args(["--seed", "7"]).args(more);
-    if !more.iter().any(|argument| *argument == "--size") {
+    if !more.contains(&"--size") {
         command.args(["--size", "64x32"]);
     }
     let assert = command.assert().success();
