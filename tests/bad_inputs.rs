@@ -712,6 +712,54 @@ fn oracles() {
         with("illegal size", |d| request(d, |r| r["width"] = json!(100)), 2, &["width 100"]),
         with("0 steps", |d| request(d, |r| r["steps"] = json!(0)), 2, &["steps is 0"]),
         with(
+            "steps beyond number",
+            |d| request(d, |r| r["steps"] = json!(1_000_000_000_000_u64)),
+            2,
+            &["steps is 1000000000000", "1 to 1000"],
+        ),
+        with(
+            "request without an end",
+            |d| {
+                fs::remove_file(d.join("o/request.json")).unwrap();
+                std::os::unix::fs::symlink("/dev/zero", d.join("o/request.json")).unwrap();
+            },
+            1,
+            &["o/request.json: not a regular file"],
+        ),
+        with(
+            "text that is not finite",
+            |d| edit(&d.join("o/prompt_embeds.npy"), |b| *b.last_chunk_mut().unwrap() = [0xFF; 4]),
+            1,
+            &["o/prompt_embeds.npy: value", "is NaN"],
+        ),
+        with(
+            "noise that is not finite",
+            |d| {
+                edit(&d.join("o/noise_nchw.npy"), |b| {
+                    *b.last_chunk_mut().unwrap() = f32::INFINITY.to_le_bytes()
+                })
+            },
+            1,
+            &["o/noise_nchw.npy: value", "is inf"],
+        ),
+        with(
+            "ids of another shape",
+            |d| {
+                edit(&d.join("o/input_ids.npy"), |b| {
+                    let text = b.windows(7).position(|w| w == b"(1, 40)").unwrap();
+                    b[text..text + 7].copy_from_slice(b"(40, 1)");
+                })
+            },
+            3,
+            &["the first is input_ids: 40 differ"],
+        ),
+        with(
+            "ids as floats",
+            |d| put(&d.join("o/input_ids.npy"), npy("<f4", "False", "(1, 40)", &[0; 160])),
+            3,
+            &["the first is input_ids: 40 differ"],
+        ),
+        with(
             "noise elsewhere",
             |d| request(d, |r| r["noise"] = json!("../n.npy")),
             1,
@@ -744,9 +792,9 @@ fn oracles() {
         ),
         with(
             "another value",
-            |d| edit(&d.join("o/pred_step0.npy"), |b| *b.last_mut().unwrap() ^= 0x40),
+            |d| edit(&d.join("o/pred_step0.npy"), |b| *b.last_mut().unwrap() ^= 0x80),
             3,
-            &["miss their bar", "pred_step0"],
+            &["bars are missed", "pred_step0"],
         ),
         case("no oracle", "verify b --oracle nowhere --ep cpu", |_| (), 1, &["nowhere/request.json"]),
     ];

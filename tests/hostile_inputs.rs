@@ -235,6 +235,16 @@ fn bundles_and_targets() {
             &["not a regular file"],
         ),
         case(
+            "request that never comes",
+            "verify b --oracle o --ep cpu",
+            |d| {
+                fs::create_dir(d.join("o")).unwrap();
+                pipe(&d.join("o/request.json"));
+            },
+            1,
+            &["o/request.json: not a regular file"],
+        ),
+        case(
             "oracle of nothing",
             "verify b --oracle o --ep cpu --no-store --no-controls",
             |d| {

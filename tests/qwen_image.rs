@@ -200,6 +200,19 @@ fn webgpu_gates_hold_and_are_sharp() {
     assert_sharp(SINK, "f32", "webgpu");
 }
 
+/// A model whose noise levels are fixed takes as many steps as they are, whatever a reference of another model took.
+#[test]
+fn fixed_levels_are_as_many_steps() {
+    let (bundle, other) = (exact(SINK), oracle(BASE));
+    let said = bundle.verify_command(&other, "cpu", COMPARE_ONLY).assert().code(2);
+    let said = String::from_utf8(said.get_output().stderr.clone()).unwrap();
+    assert!(said.contains("noise levels are fixed"), "{said}");
+    let (mut bisect, out) = (viaduct(), scratch());
+    bisect.arg("bisect").args([bundle.path(), bundle.path()]).args(["--stage", "transformer", "--ep", "cpu"]);
+    bisect.args(["--prompt", "x", "--size", "64x64", "--out"]).arg(out.path().join("out"));
+    assert_ne!(bisect.output().unwrap().status.code(), Some(101), "it panicked");
+}
+
 /// 8-bit weights have a bar of their own: no row is as near as with 16.
 #[test]
 fn text_of_8_bits_has_its_own_bar() {

@@ -70,7 +70,8 @@ impl Subject<'_> {
         plan: &mut Planner<'_>,
         listener: &mut dyn Listener,
     ) -> anyhow::Result<Sweep> {
-        let request = Measured { steps: measured.steps.max(LEAST_STEPS), ..measured }.request();
+        let steps = self.pipeline.family().steps(Some(measured.steps.max(LEAST_STEPS)));
+        let request = Measured { steps, ..measured }.request();
         let embeds = self.embeds(&request, runtime, plan, listener)?;
         let own = runtime.device().tuning.clone();
         let binding = runtime.device().profile().max_binding;

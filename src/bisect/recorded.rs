@@ -43,6 +43,7 @@ impl Picture<'_> {
             Picture::Oracle(oracle) => Noise::Given(oracle.noise(size)?),
             Picture::Asked { seed, .. } => Noise::Seed(*seed),
         };
+        let steps = pipeline.family().steps(Some(steps));
         Ok(Request { prompt: prompt.to_owned(), negative: None, size, steps, noise })
     }
 }

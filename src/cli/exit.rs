@@ -90,7 +90,7 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
         None => {}
     }
     match error.downcast_ref::<VerifyError>()? {
-        VerifyError::Mismatch { .. } | VerifyError::Size(_) => Some(USAGE),
+        VerifyError::Mismatch { .. } | VerifyError::Steps { .. } | VerifyError::Size(_) => Some(USAGE),
         VerifyError::Pipeline(e) => Some(pipeline_code(e)),
         _ => None,
     }
@@ -170,6 +170,7 @@ fn pipeline_code(error: &PipelineError) -> u8 {
     match error {
         PipelineError::Runtime(e) => e.exit_code(),
         PipelineError::Schedule(ScheduleError::Steps(_))
+        | PipelineError::Steps { .. }
         | PipelineError::Noise { .. }
         | PipelineError::Negative => USAGE,
         _ => FAILED,

@@ -8,6 +8,7 @@ use viaduct_export::bundle::Bundle;
 use super::{DeviceArguments, ProgressArguments, printer::print, progress::Progress};
 use crate::{
     pipeline::event::{Event, Listener},
+    printable::one_line,
     runtime::Executor,
     verify::{Band, Oracle, Outcome, Planted, Report, Sensitivity, Verdict, VerifyOptions, keep, verify},
 };
@@ -60,7 +61,7 @@ What a missed bar says:
   dit_*, pred_stepN                                          the transformer; the first that misses is where the fault is made
   vae_*, image_01 (reference latents)                        the decoder
   image_01 alone                                             errors that add up over the steps: see --sensitivity
-`viaduct bisect BUNDLE --oracle DIR --stage STAGE` finds the node.";
+`viaduct bisect BUNDLE --oracle DIR --stage STAGE` finds the node, where the oracle has tensors inside the graph (dit_*, vae_*).";
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let bundle = Bundle::open(&arguments.bundle)?;
@@ -82,12 +83,12 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     print(&if arguments.json {
         format!("{}\n", serde_json::to_string_pretty(&report)?)
     } else {
-        table(&report)
+        table(&report, arguments.no_controls)
     })?;
     Ok(report.check()?)
 }
 
-fn table(report: &Report) -> String {
+fn table(report: &Report, without_controls: bool) -> String {
     let (profile, device) = (&report.profile, &report.device);
     let head = format!("{:<34} {:<9} {:>11} {:>11}", "boundary", "measure", "value", "bar");
     let mut lines = vec![format!("profile {profile}, {device}"), head];
@@ -114,8 +115,15 @@ fn table(report: &Report) -> String {
         lines.push(format!("not compared: {}", report.not_compared.join(", ")));
     }
     let nodes: Vec<String> = report.nodes.iter().map(|(ep, count)| format!("{ep} {count}")).collect();
-    lines.push(format!("nodes by provider: {}\n", nodes.join(", ")));
-    lines.join("\n")
+    lines.push(format!("nodes by provider: {}", nodes.join(", ")));
+    let no_controls = match (report.controls.is_empty(), without_controls) {
+        (false, _) => "",
+        (true, true) => ", no controls planted",
+        (true, false) => ", no controls in the recipe",
+    };
+    lines.push(format!("{}{no_controls}", report.tally()));
+    // Recipes and oracles name what is shown.
+    lines.iter().map(|line| format!("{}\n", one_line(line))).collect()
 }
 
 fn control(control: &Planted) -> String {
@@ -127,7 +135,8 @@ fn control(control: &Planted) -> String {
     };
     let [value, bar] = control.figures().unwrap_or_default();
     let misses = format!("{misses}, {}", measure.name());
-    format!("{name:<34} {misses:<44} {value:>11} {bar:>11}  {verdict} {detail}").trim_end().to_owned()
+    let separator = if detail.is_empty() { "" } else { ": " };
+    format!("{name:<34} {misses:<44} {value:>11} {bar:>11}  {verdict}{separator}{detail}")
 }
 
 /// The model's own band, and where the free picture lies.
@@ -144,7 +153,9 @@ fn band(sensitivity: &Sensitivity, report: &Report) -> Vec<String> {
     lines.extend(report.picture_within_band.map(|within| match within {
         true => "the free picture lies within the band: the model differs from itself by as much".to_owned(),
         false => {
-            "the free picture lies below the band: it differs by more than the model from itself".to_owned()
+            let below = "the free picture lies below the band: it differs by more than the model from itself";
+            let met = if report.tally().missed == 0 { " (its bar is met all the same)" } else { "" };
+            format!("{below}{met}")
         }
     }));
     lines

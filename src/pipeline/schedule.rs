@@ -98,6 +98,16 @@ impl Schedule {
         Ok(Schedule { sigmas: levels.iter().copied().chain([0.0]).collect() })
     }
 
+    /// The schedule at other levels; unchanged where they are not f32 and as many.
+    pub fn with_sigmas(self, sigmas: &HostTensor) -> Schedule {
+        match &sigmas.values {
+            Values::F32(levels) if sigmas.shape == [self.sigmas.len()] => {
+                Schedule { sigmas: levels.to_vec() }
+            }
+            _ => self,
+        }
+    }
+
     /// `1000 * sigma` of each step.
     pub fn timesteps(&self) -> Vec<f32> {
         self.sigmas[..self.steps()].iter().map(|sigma| TIME_SCALE * sigma).collect()
@@ -108,7 +118,7 @@ impl Schedule {
         self.sigmas.len() - 1
     }
 
-    /// All `steps + 1` sigmas; the first is 1, the last 0.
+    /// All `steps + 1` sigmas; the first is 1, the last 0, unless a probe put others in their place.
     pub fn sigmas(&self) -> &[f32] {
         &self.sigmas
     }

@@ -15,6 +15,14 @@ pub enum Impossible {
     NoReference(String),
     #[error("the run has no {0}")]
     NoBoundary(String),
+    #[error("the report has no row {0} by the measure {1}")]
+    NoRow(String, &'static str),
+    #[error("it comes between two runs of one stage, where none can be planted")]
+    WithinStage,
+    #[error("nothing goes on from it: the run only shows it")]
+    OnlyShown,
+    #[error("{0}")]
+    Failed(String),
     #[error("it has no axis or column {0}")]
     NoPlace(usize),
     #[error("{0} does not fit it")]

@@ -101,7 +101,7 @@ impl Probe for Comparer<'_> {
 
 /// Whether a boundary is computed by a graph, and not by the host.
 fn is_computed(name: &str) -> bool {
-    let graphs = ["prompt_embeds", "dit_", "pred_step", "vae_", "image_"];
+    let graphs = ["enc_hidden_full", "prompt_embeds", "dit_", "pred_step", "vae_", "image_"];
     graphs.iter().any(|graph| name.starts_with(graph))
 }
 

@@ -13,10 +13,13 @@ use super::{
     subject::{Drawn, Subject},
 };
 use crate::{
-    pipeline::{event::Listener, image::to_unit, probe::Probe},
+    pipeline::{event::Listener, image::to_unit, probe::Probe, text_to_image::PipelineError},
     runtime::Executor,
     tensor::HostTensor,
 };
+
+/// The exit code of an error that says nothing of device or memory.
+const FAILED: u8 = 1;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -128,10 +131,8 @@ impl Controls<'_> {
         if !progress.ended.get() {
             let image = match drawn {
                 Ok(Drawn { image, .. }) => to_unit(&image),
-                Err(error) if progress.altered.get() => {
-                    return Subject::refusal(error).map(|problem| Ok(Found::Refused(problem)));
-                }
-                Err(error) => return Err(error),
+                Err(_) if progress.within_stage.get() => return Ok(Err(Impossible::WithinStage)),
+                Err(error) => return ended_by(error, progress.altered.get()),
             };
             rows.extend(judge.decoded(&image));
             rows.extend(judge.drawn(&image));
@@ -140,7 +141,24 @@ impl Controls<'_> {
             return Ok(Err(Impossible::NoBoundary(control.alters.clone())));
         }
         let row = rows.into_iter().find(|row| row.name == misses && row.measure == control.measure);
-        Ok(row.map(Found::Row).ok_or_else(|| Impossible::NoBoundary(misses.to_owned())))
+        Ok(row.map(Found::Row).ok_or_else(|| Impossible::NoRow(misses.to_owned(), control.measure.name())))
+    }
+}
+
+/// What the end of a run says: that it refused to go on with its numbers, or that the control cannot be planted. The end of the
+/// device or of the memory says nothing of the control, and is an error.
+fn ended_by(error: VerifyError, is_altered: bool) -> Result<Result<Found, Impossible>, VerifyError> {
+    match error {
+        VerifyError::Pipeline(problem @ (PipelineError::Image(_) | PipelineError::Embedding(_)))
+            if is_altered =>
+        {
+            Ok(Ok(Found::Refused(problem.to_string())))
+        }
+        VerifyError::Pipeline(PipelineError::Runtime(error)) if error.exit_code() != FAILED => {
+            Err(PipelineError::Runtime(error).into())
+        }
+        VerifyError::Pipeline(error) => Ok(Err(Impossible::Failed(error.to_string()))),
+        error => Err(error),
     }
 }
 
@@ -157,6 +175,11 @@ struct Fault<'a> {
 }
 
 impl Fault<'_> {
+    fn fail(&mut self, failure: AlterationError) {
+        self.failed.get_or_insert(failure);
+        self.progress.ended.set(true);
+    }
+
     /// What the run is to go on with.
     fn pass(&mut self, name: &str, tensor: &HostTensor) -> Result<Option<HostTensor>, AlterationError> {
         let is_altered = self.progress.altered.get();
@@ -190,10 +213,16 @@ impl Probe for Fault<'_> {
         match self.pass(name, &tensor) {
             Ok(altered) => altered.unwrap_or(tensor),
             Err(failure) => {
-                self.failed.get_or_insert(failure);
-                self.progress.ended.set(true);
+                self.fail(failure);
                 tensor
             }
         }
+    }
+
+    fn shown(&mut self, name: &str, tensor: HostTensor) {
+        if name == self.control.alters && !self.progress.ended.get() && !self.progress.altered.get() {
+            return self.fail(Impossible::OnlyShown.into());
+        }
+        self.boundary(name, tensor);
     }
 }

@@ -1,6 +1,9 @@
 //! Measures a boundary against the reference's tensor and holds it to the bars.
 
-use viaduct_export::gates::{Gates, Measure};
+use viaduct_export::{
+    gates::{Gates, Measure},
+    onnx::DType,
+};
 
 use super::{Oracle, VerifyError, row::Row};
 use crate::{
@@ -67,10 +70,8 @@ impl<'a> Judge<'a> {
 
     /// The rows of one boundary.
     pub fn rows(&self, name: &str, tensor: &HostTensor, reference: &HostTensor) -> Vec<Row> {
-        if let (Values::I64(a), Values::I64(b)) = (&tensor.values, &reference.values) {
-            let differing =
-                a.iter().zip(b.iter()).filter(|(a, b)| a != b).count() + a.len().abs_diff(b.len());
-            vec![Row::new(name, Measure::Exact, differing as f64, 0.0, format!("{} values", a.len()))]
+        if let Values::I64(ids) = &tensor.values {
+            vec![exact(name, ids, &tensor.shape, reference)]
         } else if let Some((_, bar)) = HOST_BARS.iter().find(|bar| bar.0 == name) {
             vec![absolute(name, tensor, reference, *bar)]
         } else if TEXTS.contains(&name) && tensor.shape == reference.shape {
@@ -142,7 +143,8 @@ impl<'a> Judge<'a> {
     }
 
     fn relative(&self, name: &str, value: f64, detail: String) -> Row {
-        let own = self.gates.tensors.iter().find(|(prefix, _)| name.starts_with(prefix.as_str()));
+        let own = self.gates.tensors.iter().filter(|(prefix, _)| name.starts_with(prefix.as_str()));
+        let own = own.max_by_key(|(prefix, _)| prefix.len());
         Row::new(name, Measure::Relative, value, own.map_or(self.gates.tensor, |(_, bar)| *bar), detail)
     }
 
@@ -156,6 +158,22 @@ impl<'a> Judge<'a> {
 /// PSNR with peak 1 of pictures in 0..1, within what JSON can say.
 pub fn picture_db(image: &HostTensor, reference: &HostTensor) -> f64 {
     psnr(image, reference).unwrap_or(f64::NEG_INFINITY).clamp(-EXACT_DB, EXACT_DB)
+}
+
+/// Whole numbers, which are the reference's or not; all of them differ from one of another kind or shape.
+fn exact(name: &str, ids: &[i64], shape: &[usize], reference: &HostTensor) -> Row {
+    let is_whole = matches!(reference.values, Values::I64(_) | Values::U8(_));
+    let (differing, detail) = match reference.as_type(DType::I64).values {
+        Values::I64(other) if is_whole && reference.shape == shape => {
+            let differing = ids.iter().zip(other.iter()).filter(|(a, b)| a != b).count();
+            (differing, format!("{} values", ids.len()))
+        }
+        _ => {
+            let (dtype, other) = (reference.values.dtype().name(), &reference.shape);
+            (ids.len().max(1), format!("i64 {shape:?}, but the reference is {dtype} {other:?}"))
+        }
+    };
+    Row::new(name, Measure::Exact, differing as f64, 0.0, detail)
 }
 
 fn absolute(name: &str, tensor: &HostTensor, reference: &HostTensor, bar: f64) -> Row {

@@ -14,6 +14,7 @@ mod row;
 mod sensitivity;
 mod stored;
 mod subject;
+mod tally;
 
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -38,6 +39,7 @@ pub use self::{
     row::{Outcome, Row},
     sensitivity::{Band, Sensitivity},
     stored::{KeepError, keep, summaries},
+    tally::Tally,
 };
 use crate::{
     npy::NpyError,
@@ -64,6 +66,8 @@ pub enum VerifyError {
     Oracle { path: PathBuf, problem: String },
     #[error("{key}: the bundle has {bundle}, the oracle {oracle}; export with --set {key}={oracle}")]
     Mismatch { key: &'static str, bundle: String, oracle: String },
+    #[error("{}: the oracle took {oracle} steps, and this bundle takes {bundle}: its noise levels are fixed", path.display())]
+    Steps { path: PathBuf, oracle: usize, bundle: usize },
     #[error(
         "recipe '{recipe}' states no gates for profile '{profile}', so there is nothing to verify against"
     )]
@@ -74,7 +78,7 @@ pub enum VerifyError {
 #[derive(Debug, thiserror::Error)]
 pub enum BarsMissed {
     /// Some boundary is further from the reference than its bar.
-    #[error("{missed} of {rows} boundaries miss their bar; the first is {first}: {value}, bar {bar}")]
+    #[error("{missed} of {rows} bars are missed; the first is {first}: {value}, bar {bar}")]
     Missed { missed: usize, rows: usize, first: String, value: String, bar: String },
     /// A bar is not missed by a planted fault.
     #[error(
@@ -111,6 +115,10 @@ pub struct Report {
 }
 
 impl Report {
+    pub fn tally(&self) -> Tally {
+        Tally::of(self.rows.iter().map(|row| row.outcome), &self.controls)
+    }
+
     /// An error if any row misses its bar, or any control does not.
     pub fn check(&self) -> Result<(), BarsMissed> {
         let mut missed = self.rows.iter().filter(|row| row.outcome == Outcome::Missed);

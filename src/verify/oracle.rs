@@ -9,13 +9,13 @@ use std::{
 use serde::Deserialize;
 
 use sha2::{Digest, Sha256};
-use viaduct_export::files::{hex, sha256};
+use viaduct_export::files::{hex, read_limited, sha256};
 
 use super::VerifyError;
 use crate::{
     npy,
     pipeline::{noise::unpack_latents, size::Size, text_to_image::PipelineError},
-    tensor::HostTensor,
+    tensor::{HostTensor, Values},
 };
 
 const REQUEST: &str = "request.json";
@@ -48,11 +48,7 @@ impl Oracle {
     pub fn open(folder: &Path) -> Result<Oracle, VerifyError> {
         let path = folder.join(REQUEST);
         let problem = |problem: String| VerifyError::Oracle { path: path.clone(), problem };
-        let metadata = fs::metadata(&path).map_err(|e| problem(e.to_string()))?;
-        if metadata.len() > MAX_REQUEST_BYTES {
-            return Err(problem("larger than 1 MiB, which no request is".to_owned()));
-        }
-        let text = fs::read(&path).map_err(|e| problem(e.to_string()))?;
+        let text = read_limited(&path, MAX_REQUEST_BYTES).map_err(|e| problem(e.to_string()))?;
         let request: OracleRequest = serde_json::from_slice(&text).map_err(|e| problem(e.to_string()))?;
         if request.noise.contains(['/', '\\']) {
             return Err(problem(format!("noise '{}' is not a file name", request.noise)));
@@ -95,12 +91,29 @@ impl Oracle {
         if !self.names.contains(name) {
             return Ok(None);
         }
-        Ok(Some(npy::read(&self.folder.join(format!("{name}.npy")))?))
+        self.read(&format!("{name}.npy")).map(Some)
+    }
+
+    /// A run that goes on with what is not finite would blame the bundle for it.
+    fn read(&self, file: &str) -> Result<HostTensor, VerifyError> {
+        let path = self.folder.join(file);
+        let tensor = npy::read(&path)?;
+        let values = match &tensor.values {
+            Values::F32(_) | Values::F16(_) => tensor.to_f32(),
+            Values::I64(_) | Values::U8(_) => Vec::new(),
+        };
+        match values.iter().position(|value| !value.is_finite()) {
+            Some(index) => {
+                let problem = format!("value {index} is {}; reference tensors are finite", values[index]);
+                Err(VerifyError::Oracle { path, problem })
+            }
+            None => Ok(tensor),
+        }
     }
 
     /// The initial latents [1,C,h,w], which the reference may have kept as tokens [1,h*w,C].
     pub fn noise(&self, size: Size) -> Result<HostTensor, VerifyError> {
-        let noise = npy::read(&self.folder.join(&self.request.noise))?;
+        let noise = self.read(&self.request.noise)?;
         let [rows, columns] = size.grid();
         Ok(match noise.shape.len() {
             3 => unpack_latents(&noise, rows, columns).map_err(PipelineError::from)?,

@@ -95,6 +95,8 @@ impl Session for Recorded<'_> {
 pub struct Progress {
     /// From now on stages are run.
     pub altered: Cell<bool>,
+    /// A stage was to run on from its record with what is altered, which it cannot.
+    pub within_stage: Cell<bool>,
     /// Nothing more is needed.
     pub ended: Cell<bool>,
 }
@@ -166,7 +168,8 @@ impl Session for Replayed<'_> {
         let failed =
             |reason: &str| RuntimeError::Run { stage: self.stage.clone(), reason: reason.to_owned() };
         if self.progress.altered.get() {
-            return Err(failed("a control altered a tensor between two runs of one stage, which none can"));
+            self.progress.within_stage.set(true);
+            return Err(failed("a control altered a tensor between two runs of one stage"));
         }
         let run = self.runs.get(self.next).ok_or_else(|| failed("it ran less often when it was recorded"))?;
         self.next += 1;

@@ -8,8 +8,7 @@ use viaduct_export::{
 };
 
 use super::{
-    Oracle, Planted, Report, VerifyError, control::Verdict, judge::DRAWN, row::Outcome,
-    sensitivity::Sensitivity,
+    Oracle, Planted, Report, Tally, VerifyError, judge::DRAWN, row::Outcome, sensitivity::Sensitivity,
 };
 use crate::runtime::Device;
 
@@ -99,21 +98,11 @@ pub fn summaries(verified: &[Value]) -> Vec<String> {
 
 impl Stored {
     fn summary(&self) -> String {
-        let missed = self.rows.iter().filter(|row| row.outcome == Outcome::Missed).count();
-        let verdict = if missed == 0 { "passed" } else { "MISSED" };
-        let of = |verdict| self.controls.iter().filter(|control| control.verdict == verdict).count();
-        let (red, green) = (of(Verdict::Red), of(Verdict::Green));
-        let controls = match (red, green) {
-            (0, 0) => String::new(),
-            (red, 0) => format!(", {red} controls red"),
-            (_, green) => format!(", {green} of {} controls GREEN", red + green),
-        };
+        let tally = Tally::of(self.rows.iter().map(|row| row.outcome), &self.controls);
         let drawn = self.rows.iter().find(|row| row.name == DRAWN && row.measure == Measure::Psnr);
         let picture = drawn.and_then(|row| row.value).map(|db| format!(", picture {db:.1} dB"));
         format!(
-            "{verdict}: {} of {} bars{controls}{}; {} on {}, reference {}",
-            self.rows.len() - missed,
-            self.rows.len(),
+            "{tally}{}; {} on {}, reference {}",
             picture.unwrap_or_default(),
             self.provider,
             self.device,

@@ -12,7 +12,7 @@ use crate::{
         probe::Probe,
         run::{Run, Watch},
         run_folder::RunFolder,
-        text_to_image::{Noise, PipelineError, Request, TextToImage},
+        text_to_image::{Noise, Request, TextToImage},
     },
     runtime::Executor,
     tensor::HostTensor,
@@ -39,13 +39,19 @@ impl<'a> Subject<'a> {
         check_settings(&pipeline, oracle)?;
         let asked = &oracle.request;
         let size = pipeline.family().size(asked.width, asked.height)?;
+        let steps = pipeline.family().steps(Some(asked.steps));
+        if steps != asked.steps {
+            let path = oracle.folder().to_owned();
+            return Err(VerifyError::Steps { path, oracle: asked.steps, bundle: steps });
+        }
         let request = Request {
             prompt: asked.prompt.clone(),
             negative: None,
             size,
-            steps: asked.steps,
+            steps,
             noise: Noise::Given(oracle.noise(size)?),
         };
+        pipeline.check(&request)?;
         Ok(Subject { bundle, oracle, pipeline, request })
     }
 
@@ -71,14 +77,6 @@ impl<'a> Subject<'a> {
         let [rows, columns] = self.request.size.grid();
         let seed = self.oracle.request.seed?;
         Some(draw_latents(seed, self.pipeline.family().channels(), rows, columns))
-    }
-
-    /// Why a run refused to go on with its numbers; other errors stay.
-    pub fn refusal(error: VerifyError) -> Result<String, VerifyError> {
-        match error {
-            VerifyError::Pipeline(PipelineError::Image(problem)) => Ok(problem.to_string()),
-            error => Err(error),
-        }
     }
 }
 

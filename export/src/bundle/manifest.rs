@@ -1,6 +1,7 @@
 //! `bundle.json`: what a bundle is, what its stages take and give, and which files it consists of.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::Value;
 
 use crate::{
     onnx::{DType, Dim, Graph, ValueId, ValueType},
@@ -27,14 +28,23 @@ pub struct Manifest {
     /// The recipe as resolved for this export, gates included.
     pub recipe: Recipe,
     /// What the family's pipeline needs to know.
-    pub parameters: serde_json::Value,
+    pub parameters: Value,
     pub stages: Vec<Stage>,
     /// Every file of the bundle but the manifest itself.
     pub files: Vec<FileEntry>,
     /// What `verify` found, one entry for each device and reference, in that command's own form. It says nothing of what the
     /// bundle is: two bundles that differ in it alone are the same.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub verified: Vec<serde_json::Value>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "results")]
+    pub verified: Vec<Value>,
+}
+
+/// What others make of the field keeps no bundle from being opened: it counts as one result that nobody reads.
+fn results<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Value>, D::Error> {
+    Ok(match Value::deserialize(deserializer)? {
+        Value::Array(results) => results,
+        Value::Null => Vec::new(),
+        other => vec![other],
+    })
 }
 
 /// Where the weights came from.

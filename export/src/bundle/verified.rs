@@ -15,7 +15,7 @@ use serde::{
 };
 use serde_json::{Value, value::RawValue};
 
-use super::{Bundle, MANIFEST, read::MAX_MANIFEST_BYTES};
+use super::{Bundle, MANIFEST, Manifest, read::MAX_MANIFEST_BYTES};
 use crate::{files::read_limited, locked_file};
 
 const FIELD: &str = "verified";
@@ -30,6 +30,8 @@ pub enum StoreError {
     Io { path: PathBuf, source: io::Error },
     #[error("{}: {source}", path.display())]
     Json { path: PathBuf, source: serde_json::Error },
+    #[error("{}: it is no longer the bundle that was verified: another was exported in its place", path.display())]
+    Replaced { path: PathBuf },
     #[error("{}: it would be larger than {MAX_MANIFEST_BYTES} bytes, which no manifest may be", path.display())]
     TooLarge { path: PathBuf },
 }
@@ -52,10 +54,11 @@ impl Bundle {
         let _ = lock.lock();
         let text = read_limited(&path, MAX_MANIFEST_BYTES).map_err(io)?;
         let mut manifest: Fields = serde_json::from_slice(&text).map_err(json)?;
-        let mut results: Vec<Value> = match manifest.get(FIELD) {
-            Some(results) => serde_json::from_str(results.get()).map_err(json)?,
-            None => Vec::new(),
-        };
+        let on_disk: Manifest = serde_json::from_slice(&text).map_err(json)?;
+        if identity(&on_disk).map_err(json)? != identity(&self.manifest).map_err(json)? {
+            return Err(StoreError::Replaced { path });
+        }
+        let mut results = on_disk.verified;
         results.retain(|result| !is_outdated(result));
         results.push(result);
         let results = serde_json::to_string_pretty(&results).map_err(json)?.replace('\n', "\n  ");
@@ -66,6 +69,11 @@ impl Bundle {
         }
         replace(&self.folder, text.as_bytes()).map_err(io)
     }
+}
+
+/// What a bundle is, without what was found of it.
+fn identity(manifest: &Manifest) -> serde_json::Result<Value> {
+    serde_json::to_value(Manifest { verified: Vec::new(), ..manifest.clone() })
 }
 
 /// Whether a file is a manifest that a killed process left unfinished.
@@ -91,10 +99,6 @@ fn replace(folder: &Path, text: &[u8]) -> io::Result<()> {
 struct Fields(Vec<(String, Box<RawValue>)>);
 
 impl Fields {
-    fn get(&self, name: &str) -> Option<&RawValue> {
-        self.0.iter().find(|field| field.0 == name).map(|field| &*field.1)
-    }
-
     fn set(&mut self, name: &str, value: Box<RawValue>) {
         self.0.retain(|field| field.0 != name);
         self.0.push((name.to_owned(), value));

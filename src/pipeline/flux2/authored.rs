@@ -102,7 +102,7 @@ impl Authored {
         let width = self.0.transformer.width;
         let temb = shaped("modulation", outputs[0], tensors.remove(0), &[times.shape[0], width])?;
         check_finite("modulation", None, &temb)?;
-        run.watch.boundary("dit_temb", temb.row(0).reshaped(&[1, width]));
+        run.watch.probe.shown("dit_temb", temb.row(0).reshaped(&[1, width]));
         Ok(MODULATIONS.into_iter().zip(tensors).collect())
     }
 
@@ -119,8 +119,8 @@ impl Authored {
         ids.extend(seen_ids("img_ids", image_ids(0, rows, columns), probe));
         let (cos, sin) = rope_tables(&ids, &transformer.axes, transformer.rope_theta)?;
         if probe.internals() {
-            probe.boundary("rope_cos", cos.each_twice());
-            probe.boundary("rope_sin", sin.each_twice());
+            probe.shown("rope_cos", cos.each_twice());
+            probe.shown("rope_sin", sin.each_twice());
         }
         Ok((cos, sin))
     }

@@ -153,7 +153,7 @@ impl TextToImage<'_> {
         let mut tensors = stage.run_placed(&[("latents", (&latents).into())], &outputs)?;
         stage.close(run.plan, &mut run.watch)?;
         for (name, tensor) in exposed.iter().zip(tensors.split_off(own)) {
-            run.watch.boundary(name, tensor.into_host()?);
+            run.watch.probe.shown(name, tensor.into_host()?);
         }
         let x = match tensors.remove(0) {
             Tensor::Host(x) => Tensor::Host(run.watch.boundary(state, x)),

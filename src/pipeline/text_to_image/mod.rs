@@ -33,7 +33,7 @@ use super::{
     prompt::{EncodedPrompt, PromptError},
     run::{Run, Watch},
     run_folder::RunFolder,
-    schedule::ScheduleError,
+    schedule::{MAX_STEPS, ScheduleError},
     size::Size,
 };
 use crate::{
@@ -66,6 +66,8 @@ pub enum PipelineError {
     Image(#[from] ImageError),
     #[error("the noise has shape {found:?}, but {size} needs {expected:?}")]
     Noise { found: Vec<usize>, expected: Vec<usize>, size: Size },
+    #[error("the request is for {asked} steps; this model's noise levels are fixed, and it takes {taken}")]
+    Steps { asked: usize, taken: usize },
     #[error("this model takes no negative prompt: it was distilled to follow one prompt alone")]
     Negative,
     #[error("{}: parameters: {problem}", manifest.display())]
@@ -145,6 +147,14 @@ impl<'a> TextToImage<'a> {
 
     /// Refuses a request that no run can fulfil.
     pub fn check(&self, request: &Request) -> Result<(), PipelineError> {
+        let asked = request.steps;
+        if !(1..=MAX_STEPS).contains(&asked) {
+            return Err(ScheduleError::Steps(asked).into());
+        }
+        let taken = self.family.steps(Some(asked));
+        if taken != asked {
+            return Err(PipelineError::Steps { asked, taken });
+        }
         if request.negative.is_some() && !self.family.takes_negative() {
             return Err(PipelineError::Negative);
         }
@@ -395,8 +405,9 @@ impl<'a> TextToImage<'a> {
     ) -> Result<Vec<HostTensor>, PipelineError> {
         let Request { size, steps, .. } = *request;
         let schedule = self.family.schedule(size, steps)?;
-        run.watch.boundary("sigmas", HostTensor::f32(&[steps + 1], schedule.sigmas().to_vec()));
-        run.watch.boundary("timesteps", HostTensor::f32(&[steps], schedule.timesteps()));
+        let sigmas = HostTensor::f32(&[steps + 1], schedule.sigmas().to_vec());
+        let schedule = schedule.with_sigmas(&run.watch.boundary("sigmas", sigmas));
+        run.watch.probe.shown("timesteps", HostTensor::f32(&[steps], schedule.timesteps()));
         let sampled = Sampled { size, schedule: &schedule, sizes };
         let conditions = self.family.conditions(self, &sampled, embeds, run)?;
         let (executor, folder) = (&mut *run.executor, &mut run.folder);

@@ -61,7 +61,7 @@ impl Opened<'_> {
         let mut tensors = self.run_placed(inputs, &outputs)?;
         let result = tensors.remove(0);
         for (name, tensor) in exposed.iter().zip(tensors) {
-            watch.boundary(name, tensor.into_host()?);
+            watch.probe.shown(name, tensor.into_host()?);
         }
         Ok(result)
     }
