@@ -233,7 +233,7 @@ fn configs_and_recipes() {
         asked(
             "taps beyond the layers",
             "--set text_encoder.taps=1,3,6",
-            &["text_encoder.taps", "[1, 3, 6]", "0 to the text encoder's 5"],
+            &["text_encoder.taps", "1,3,6", "0 to the text encoder's 5"],
         ),
         asked(
             "width of the taps",

@@ -13,15 +13,13 @@ pub fn is_epsilon(epsilon: f64) -> bool {
     epsilon > 0.0 && epsilon <= 1.0
 }
 
-/// Refuses cuts of a decoder before blocks that it does not have, of which it has `blocks`: the cut, and what is expected.
+/// Refuses cuts of a decoder before blocks that it does not have, of which it has `blocks`: the cut, and what is expected. One
+/// with a single block is never cut, whatever a family's recipe says.
 pub fn check_cuts(cuts: &[usize], blocks: usize) -> Result<(), (usize, String)> {
     match cuts.iter().find(|cut| !(1..blocks).contains(*cut)) {
-        None => Ok(()),
-        Some(cut) if blocks < 2 => {
-            Err((*cut, "the decoder has one up block, before which nothing is cut".to_owned()))
-        }
-        Some(cut) => {
+        Some(cut) if blocks > 1 => {
             Err((*cut, format!("the decoder's up blocks that it can be cut before are 1 to {}", blocks - 1)))
         }
+        _ => Ok(()),
     }
 }
