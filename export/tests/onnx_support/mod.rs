@@ -20,8 +20,11 @@ use viaduct_export::onnx::{
 /// Python with the `onnx` package: `VIADUCT_PYTHON`, or the `.venv` at the root of the workspace. Its absence fails
 /// the test in CI and is announced elsewhere, past the capture of test output.
 pub fn python() -> Option<PathBuf> {
-    let venv = Path::new(env!("CARGO_MANIFEST_DIR")).join("../.venv/bin/python");
-    let found = env::var_os("VIADUCT_PYTHON").map(PathBuf::from).or_else(|| venv.exists().then_some(venv));
+    // Tests of both packages of the workspace include this file.
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let places = [package.join(".venv/bin/python"), package.join("../.venv/bin/python")];
+    let venv = || places.into_iter().find(|python| python.exists());
+    let found = env::var_os("VIADUCT_PYTHON").map(PathBuf::from).or_else(venv);
     if found.is_none() {
         assert!(env::var("CI").as_deref() != Ok("true"), "CI needs Python with onnx: set VIADUCT_PYTHON");
         let line = b"!!! NOT TESTED against Python onnx: set VIADUCT_PYTHON or make .venv\n";
