@@ -18,8 +18,8 @@ use viaduct::{
 use viaduct_export::{
     memory::PENDING_DISPATCHES,
     onnx::{
-        Builder, Bytes, DType, MappedFile, Model, Tensor, WriteOptions, model_bytes, proto::TensorProto,
-        read_model, write_model,
+        Builder, Bytes, DType, MappedFile, Model, Tensor, ValueType, WriteOptions, model_bytes,
+        proto::TensorProto, read_model, write_model,
     },
     passes::Facts,
 };
@@ -59,7 +59,13 @@ fn mixed() -> (Model, Feeds) {
     net.node("Relu", &["y"], "positive", &[]).node("Sqrt", &["positive"], "root", &[]);
     let mut feeds = feed("x", tensor(DType::F32, &[1, 2, 3, 3], &noise(6, 18)));
     feeds.push(("i".to_owned(), HostTensor::i64(&[], vec![3])));
-    (net.model(&["y", "root"]), feeds)
+    let mut model = net.model(&["y", "root"]);
+    // Other readers want to know the shapes of outputs.
+    for name in ["y", "root"] {
+        let (id, shape) = (model.graph.find(name).unwrap(), Some(fixed([1, 2, 6, 6]).to_vec()));
+        model.graph[id].ty = Some(ValueType::Tensor { dtype: DType::F32, shape });
+    }
+    (model, feeds)
 }
 
 /// Converting to f16 breaks graphs: <https://github.com/microsoft/onnxruntime/issues/14827>,
