@@ -296,9 +296,9 @@ impl Ward {
     }
 
     /// Whether the worker was killed so short a time ago that its memory may still come back.
-    fn gives_back(&mut self) -> bool {
+    fn gives_back(&self) -> bool {
         let recent = self.sighting.is_some_and(|sighting| sighting.seen.elapsed() < RELIEF);
-        recent && self.process.read().is_some()
+        recent && !self.handle.has_ended()
     }
 
     /// Raises the stage's peaks.
@@ -324,7 +324,7 @@ fn watch_memory(state: &State) {
 /// One reading of all, those first that yield to others.
 fn sample(wards: &mut [Ward]) {
     wards.iter_mut().filter(|ward| ward.yields).for_each(|ward| ward.sample(true));
-    let relieved = wards.iter_mut().any(|ward| ward.yields && ward.gives_back());
+    let relieved = wards.iter().any(|ward| ward.yields && ward.gives_back());
     wards.iter_mut().filter(|ward| !ward.yields).for_each(|ward| ward.sample(!relieved));
 }
 

@@ -38,6 +38,18 @@ impl ProcessHandle {
         };
         if sent { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
+
+    /// Whether the child is dead and waits to be collected. All its memory is back by then, which is later than the
+    /// moment at which the kernel no longer tells how much it has.
+    pub(super) fn has_ended(&self) -> bool {
+        let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+        // SAFETY: all zeros are a valid value of the C structure, which the call fills; the child is left uncollected.
+        unsafe {
+            let mut info: libc::siginfo_t = std::mem::zeroed();
+            let asked = libc::waitid(libc::P_PID, self.pid as libc::id_t, &mut info, options);
+            asked != 0 || info.si_pid() == self.pid
+        }
+    }
 }
 
 fn descriptor(pid: libc::pid_t) -> Option<OwnedFd> {
