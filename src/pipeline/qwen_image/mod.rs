@@ -5,8 +5,6 @@
 
 mod tokens;
 
-use std::borrow::Cow;
-
 use serde::Deserialize;
 use viaduct_export::{
     arch::{
@@ -53,6 +51,30 @@ struct Modulation {
     output: HostTensor,
 }
 
+/// A prompt's rows as the transformer's text part takes them.
+struct TextInputs<'a> {
+    /// [1, rows, width].
+    embeds: &'a HostTensor,
+    rows: usize,
+    /// [rows, pairs of dims].
+    cos: HostTensor,
+    sin: HostTensor,
+}
+
+impl TextInputs<'_> {
+    /// The inputs of the graph that holds both parts.
+    fn whole(self, text_mod: &HostTensor) -> Inputs {
+        let inputs = [
+            ("prompt_embeds", self.embeds.clone()),
+            ("text_mod", text_mod.clone()),
+            ("text_mask", causal(self.rows)),
+            ("text_rope_cos", self.cos),
+            ("text_rope_sin", self.sin),
+        ];
+        inputs.map(|(name, tensor)| (name.into(), tensor)).into()
+    }
+}
+
 impl QwenImage {
     pub fn open(bundle: &Bundle) -> Result<QwenImage, PipelineError> {
         let parameters = bundle.parameters(|value| Parameters::deserialize(value))?;
@@ -92,7 +114,7 @@ impl QwenImage {
         Ok(Modulation { blocks, output })
     }
 
-    /// What the transformer takes of each prompt.
+    /// What the transformer takes of each prompt; `text_mod` is what modulates rows of text.
     fn of_prompts(
         &self,
         pipeline: &TextToImage<'_>,
@@ -100,48 +122,52 @@ impl QwenImage {
         (embeds, text_mod): (&[HostTensor], &HostTensor),
         run: &mut Run<'_>,
     ) -> Result<Vec<Inputs>, PipelineError> {
-        let mut prompts = Vec::with_capacity(embeds.len());
+        let mut texts = Vec::with_capacity(embeds.len());
+        let mut inputs = Vec::with_capacity(embeds.len());
         for embeds in embeds {
             let rows = embeds.shape.get(1).copied().unwrap_or(0);
-            let [text, image] = self.tables(rows, sampled.size, run.watch.probe)?;
-            prompts.push((embeds, rows, text, image));
+            let [[cos, sin], [image_cos, image_sin]] = self.tables(rows, sampled.size, run.watch.probe)?;
+            inputs.push(vec![("rope_cos".into(), image_cos), ("rope_sin".into(), image_sin)]);
+            texts.push(TextInputs { embeds, rows, cos, sin });
         }
-        let image = |[cos, sin]: [HostTensor; 2]| vec![("rope_cos".into(), cos), ("rope_sin".into(), sin)];
-        if self.parameters.transformer.graphs == Graphs::Single {
-            let inputs = |(embeds, rows, [cos, sin], own): (&HostTensor, usize, [HostTensor; 2], _)| {
-                let text = [
-                    ("prompt_embeds", embeds.clone()),
-                    ("text_mod", text_mod.clone()),
-                    ("text_mask", causal(rows)),
-                    ("text_rope_cos", cos),
-                    ("text_rope_sin", sin),
-                ];
-                image(own).into_iter().chain(text.map(|(name, tensor)| (Cow::from(name), tensor))).collect()
-            };
-            return Ok(prompts.into_iter().map(inputs).collect());
+        let texts = match self.parameters.transformer.graphs {
+            Graphs::Single => texts.into_iter().map(|text| text.whole(text_mod)).collect(),
+            Graphs::Prefix => self.keys_and_values(pipeline, sampled, (texts, text_mod), run)?,
+        };
+        for (inputs, text) in inputs.iter_mut().zip(texts) {
+            inputs.extend(text);
         }
-        let rows = sampled.sizes.get("text_seq").copied().unwrap_or(0);
-        let mask = causal(rows);
-        let mut stage = pipeline.stage(PREFIX, sampled.sizes, run.executor, run.plan, &mut run.watch)?;
+        Ok(inputs)
+    }
+
+    /// Keys and values of each prompt's rows, block by block, from the prefix graph. It runs over the rows of the longest
+    /// prompt: no row reads a later one.
+    fn keys_and_values(
+        &self,
+        pipeline: &TextToImage<'_>,
+        Sampled { sizes, .. }: &Sampled<'_>,
+        (texts, text_mod): (Vec<TextInputs<'_>>, &HostTensor),
+        run: &mut Run<'_>,
+    ) -> Result<Vec<Inputs>, PipelineError> {
+        let (layers, width) = (self.parameters.transformer.layers, self.parameters.transformer.width);
+        let rows = sizes.get("text_seq").copied().unwrap_or(0);
+        let mut stage = pipeline.stage(PREFIX, sizes, run.executor, run.plan, &mut run.watch)?;
         stage.bind("mod", text_mod)?;
-        stage.bind("mask", &mask)?;
-        let names: Vec<String> = (0..self.parameters.transformer.layers)
-            .flat_map(|layer| [format!("k{layer}"), format!("v{layer}")])
-            .collect();
+        stage.bind("mask", &causal(rows))?;
+        let names: Vec<String> =
+            (0..layers).flat_map(|layer| [format!("k{layer}"), format!("v{layer}")]).collect();
         let outputs: Vec<&str> = names.iter().map(String::as_str).collect();
-        let mut all = Vec::with_capacity(prompts.len());
-        for (embeds, own, [cos, sin], tables) in prompts {
-            let padded = [embeds, &cos, &sin].map(|tensor| with_rows(tensor, rows));
-            let inputs = [("prompt_embeds", &padded[0]), ("rope_cos", &padded[1]), ("rope_sin", &padded[2])];
-            let tensors = stage.run(&inputs, &outputs)?;
-            let mut inputs: Inputs = image(tables);
-            for (name, tensor) in names.iter().zip(tensors) {
-                let width = self.parameters.transformer.width;
+        let mut all = Vec::with_capacity(texts.len());
+        for TextInputs { embeds, rows: own, cos, sin } in texts {
+            let [embeds, cos, sin] = [embeds.clone(), cos, sin].map(|tensor| with_rows(tensor, rows));
+            let inputs = [("prompt_embeds", &embeds), ("rope_cos", &cos), ("rope_sin", &sin)];
+            let mut inputs_of_step = Inputs::with_capacity(names.len());
+            for (name, tensor) in names.iter().zip(stage.run(&inputs, &outputs)?) {
                 let tensor = shaped(PREFIX, name, tensor, &[1, rows, width])?;
                 check_finite(PREFIX, None, &tensor)?;
-                inputs.push((name.clone().into(), with_rows(&tensor, own)));
+                inputs_of_step.push((name.clone().into(), with_rows(tensor, own)));
             }
-            all.push(inputs);
+            all.push(inputs_of_step);
         }
         stage.close(run.plan, &mut run.watch)?;
         Ok(all)
@@ -251,6 +277,14 @@ impl Family for QwenImage {
         TextRows { encoded: prompt.tokens, read: prompt.tokens - self.tokenizer.system_tokens() }
     }
 
+    fn output_behind<'n>(&self, input: &'n str) -> &'n str {
+        match input {
+            "prompt_embeds" => "hidden",
+            "text_mod" => "mod",
+            own => own,
+        }
+    }
+
     /// All prompts are filled up to the longest, behind their last token, which changes nothing: no row reads a later one.
     fn encode(
         &self,
@@ -270,10 +304,10 @@ impl Family for QwenImage {
         }
         let mut all = Vec::with_capacity(prompts.len());
         for prompt in prompts {
-            let embeds = with_rows(&gather_rows(&path, &text.embedding, &prompt.ids)?, rows);
+            let embeds = with_rows(gather_rows(&path, &text.embedding, &prompt.ids)?, rows);
             let hidden = stage.run(&[("inputs_embeds", &embeds)], &["hidden"])?.remove(0);
             let hidden = shaped(TEXT_ENCODER, "hidden", hidden, &[1, rows, width])?;
-            let hidden = run.watch.boundary("enc_hidden_full", with_rows(&hidden, prompt.tokens));
+            let hidden = run.watch.boundary("enc_hidden_full", with_rows(hidden, prompt.tokens));
             all.push(without_rows(&hidden, self.tokenizer.system_tokens()));
         }
         stage.close(run.plan, &mut run.watch)?;
@@ -306,12 +340,15 @@ fn rows_axis(tensor: &HostTensor) -> usize {
 }
 
 /// Cut after so many rows, or filled up to them with zeros.
-fn with_rows(tensor: &HostTensor, rows: usize) -> HostTensor {
+fn with_rows(tensor: HostTensor, rows: usize) -> HostTensor {
     let mut shape = tensor.shape.clone();
-    let axis = rows_axis(tensor);
+    let axis = rows_axis(&tensor);
     let (own, width) = (shape[axis], shape[axis + 1..].iter().product::<usize>());
+    if rows == own {
+        return tensor;
+    }
     shape[axis] = rows;
-    if rows <= own {
+    if rows < own {
         return HostTensor::new(&shape, tensor.values.slice(0..rows * width));
     }
     let mut values = tensor.to_f32();

@@ -53,7 +53,8 @@ impl TextToImage<'_> {
             let exposed = stage.exposed();
             let output = stage.session.outputs().into_iter().next().unwrap_or_default();
             let strips = self.family.strips(name, sizes);
-            let drawn = match strips.filter(|strips| x.shape().get(2).is_some_and(|h| strips.rows < *h)) {
+            let is_cut = |strips: &Strips| matches!(x.shape(), [1, _, height, _] if strips.rows < *height);
+            let drawn = match strips.filter(is_cut) {
                 Some(strips) => {
                     Tensor::Host(in_strips(&mut stage, strips, (&input, &x.into_host()?), &output)?)
                 }
@@ -225,20 +226,26 @@ impl TextToImage<'_> {
     }
 }
 
-/// Runs a stage on one strip of its input after the other, and lays what is right of the results below each other.
+/// Runs a stage on one strip of its input [1, C, H, W] after the other, and lays what is right of the results below each
+/// other.
 fn in_strips(
     stage: &mut Opened<'_>,
     strips: Strips,
     (input, x): (&str, &HostTensor),
     output: &str,
 ) -> Result<HostTensor, PipelineError> {
-    let height = x.shape.get(2).copied().unwrap_or(0);
-    let mut parts = Vec::new();
-    for Strip { taken, right } in strips.cover(height) {
+    let mut parts: Vec<HostTensor> = Vec::new();
+    for Strip { taken, right } in strips.cover(x.shape[2]) {
         let part = stage.run(&[(input, &rows_of(x, &taken))], &[output])?.remove(0);
         let rows = taken.len() * strips.growth;
-        if part.shape.len() != 4 || part.shape[2] != rows {
-            return Err(misshapen(&stage.described.name, output, format!("[1, C, {rows}, W]"), &part));
+        let [channels, width] = match parts.first() {
+            Some(first) => [1, 3].map(|axis| Some(first.shape[axis])),
+            None => [None; 2],
+        };
+        let fits = |size: usize, known: Option<usize>| known.is_none_or(|known| known == size);
+        match part.shape[..] {
+            [1, c, h, w] if h == rows && fits(c, channels) && fits(w, width) => {}
+            _ => return Err(misshapen(&stage.described.name, output, format!("[1, C, {rows}, W]"), &part)),
         }
         parts.push(rows_of(&part, &right));
     }

@@ -43,16 +43,18 @@ pub fn denoise_one(
     let bind = |stage: &mut Opened<'_>, place: usize| {
         conditions.prompts[place].iter().try_for_each(|(name, tensor)| stage.bind(name, tensor))
     };
-    bind(stage, prompt)?;
     for step in done..count {
         let started = Instant::now();
+        // Two prompts take turns under the same names.
+        if step == done || negative.is_some() {
+            bind(stage, prompt)?;
+        }
         let wanted = if step == 0 { &exposed[..] } else { &[] };
         let mut velocity = velocity(step, &latents, conditions, wanted, stage, watch)?;
         if let Some((place, scale)) = negative {
             bind(stage, place)?;
             let other = self::velocity(step, &latents, conditions, &[], stage, watch)?;
             velocity = guided(&velocity, &other, scale);
-            bind(stage, prompt)?;
         }
         let velocity = watch.boundary(&format!("pred_step{step}"), velocity);
         schedule.euler_step(step, &mut latents, &velocity)?;

@@ -95,6 +95,11 @@ pub trait Family {
     /// Rows that a prompt takes.
     fn text_rows(&self, prompt: &EncodedPrompt) -> TextRows;
 
+    /// The stage output that a later stage's input of this name is made of, where the names differ.
+    fn output_behind<'n>(&self, input: &'n str) -> &'n str {
+        input
+    }
+
     /// Runs the text encoder on each prompt, in one session: [1, rows that the transformer reads, width].
     fn encode(
         &self,

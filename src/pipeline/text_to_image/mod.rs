@@ -3,34 +3,34 @@
 
 mod decoder;
 mod denoise;
+mod error;
 mod family;
 mod opened;
 mod request;
 mod strips;
 
-use std::{collections::BTreeMap, path::PathBuf};
+use std::collections::BTreeMap;
 
 use viaduct_export::{
     arch::{SizesRequest, TextRows},
-    bundle::{Bundle, BundleError, Stages},
+    bundle::{Bundle, Stages},
     shapes::Sizes,
 };
 
 use self::denoise::{Sampling, denoise_one, own_prompts};
 pub use self::{
     decoder::ATTENTION,
+    error::{PipelineError, misshapen, shaped},
     family::{Conditions, Family, Inputs, Sampled},
     opened::Opened,
     request::{Negative, Noise, Request},
     strips::Strips,
 };
 use super::{
-    embedding::EmbeddingError,
     event::Event,
-    image::{ImageError, check_finite, check_varied},
-    noise::{LatentError, draw_latents, pack_latents},
-    position::PositionError,
-    prompt::{EncodedPrompt, PromptError},
+    image::{check_finite, check_varied},
+    noise::{draw_latents, pack_latents},
+    prompt::EncodedPrompt,
     run::{Run, Watch},
     run_folder::RunFolder,
     schedule::{MAX_STEPS, ScheduleError},
@@ -38,47 +38,13 @@ use super::{
 };
 use crate::{
     plan::Plan,
-    runtime::{Binding, Executor, Provider, RuntimeError},
+    runtime::{Binding, Executor, Provider},
     tensor::HostTensor,
 };
 
 /// Stages that bundles of all families have.
 pub const TEXT_ENCODER: &str = "text_encoder";
 pub const TRANSFORMER: &str = "transformer";
-
-#[derive(Debug, thiserror::Error)]
-pub enum PipelineError {
-    #[error(transparent)]
-    Bundle(#[from] BundleError),
-    #[error(transparent)]
-    Runtime(#[from] RuntimeError),
-    #[error(transparent)]
-    Prompt(#[from] PromptError),
-    #[error(transparent)]
-    Embedding(#[from] EmbeddingError),
-    #[error(transparent)]
-    Schedule(#[from] ScheduleError),
-    #[error(transparent)]
-    Position(#[from] PositionError),
-    #[error(transparent)]
-    Latent(#[from] LatentError),
-    #[error(transparent)]
-    Image(#[from] ImageError),
-    #[error("the noise has shape {found:?}, but {size} needs {expected:?}")]
-    Noise { found: Vec<usize>, expected: Vec<usize>, size: Size },
-    #[error("the request is for {asked} steps; this model's noise levels are fixed, and it takes {taken}")]
-    Steps { asked: usize, taken: usize },
-    #[error("this model takes no negative prompt: it was distilled to follow one prompt alone")]
-    Negative,
-    #[error("{}: parameters: {problem}", manifest.display())]
-    Parameters { manifest: PathBuf, problem: String },
-    #[error("the bundle is of family '{family}', of which this program draws no pictures; it knows {known}")]
-    Family { family: String, known: String },
-    #[error(
-        "the decoder drew {found:?} for a picture of {size}; the bundle's parameters do not fit its graphs"
-    )]
-    Picture { found: Vec<usize>, size: Size },
-}
 
 /// Prompts that are encoded.
 struct Encoded {
@@ -212,7 +178,7 @@ impl<'a> TextToImage<'a> {
         self.check(request)?;
         let prompt = self.tokenize_one(&request.prompt, "", run)?;
         let sizes = self.sizes(request, self.family.text_rows(&prompt), run.plan);
-        Ok(self.encode(&[prompt], &sizes, run)?.remove(0))
+        Ok(self.encode(&[prompt], &EMBEDS[..1], &sizes, run)?.remove(0))
     }
 
     /// The final latents of one picture [1, tokens, channels], which are not decoded; `embeds` as
@@ -261,7 +227,8 @@ impl<'a> TextToImage<'a> {
         let prompts = alike.iter().map(|texts| self.tokenize_one(texts[0], "", run));
         let prompts = prompts.collect::<Result<Vec<_>, _>>()?;
         let rows = self.text_rows(&prompts);
-        let embeds = self.encode(&prompts, &self.sizes(first, rows, run.plan), run)?;
+        let names = vec![EMBEDS[0]; prompts.len()];
+        let embeds = self.encode(&prompts, &names, &self.sizes(first, rows, run.plan), run)?;
         let places = alike.iter().enumerate().flat_map(|(place, texts)| vec![place; texts.len()]);
         Ok(Encoded { embeds, places: places.collect(), rows })
     }
@@ -304,7 +271,7 @@ impl<'a> TextToImage<'a> {
             Some((done, latents)) if done == request.steps => return Ok(latents),
             begun => begun,
         };
-        let embeds = self.encode(prompts, sizes, run)?;
+        let embeds = self.encode(prompts, &EMBEDS[..prompts.len()], sizes, run)?;
         let last = embeds.len() - 1;
         let picture = match begun {
             Some((done, latents)) => Sampling { done, ..Sampling::first(request, [0, last], latents) },
@@ -371,27 +338,23 @@ impl<'a> TextToImage<'a> {
         rows.fold(TextRows::all(0), TextRows::at_least)
     }
 
-    /// Each is [1, rows, width], as the transformer reads it.
+    /// Each is [1, rows, width], as the transformer reads it; `names` are theirs, in the folder and for the probe.
     fn encode(
         &self,
         prompts: &[EncodedPrompt],
+        names: &[&str],
         sizes: &Sizes,
         run: &mut Run<'_>,
     ) -> Result<Vec<HostTensor>, PipelineError> {
-        let names = &EMBEDS[..prompts.len().min(EMBEDS.len())];
-        let kept: Option<Vec<HostTensor>> = names.iter().map(|name| run.kept(name)).collect();
-        if let Some(embeds) = kept.filter(|embeds| embeds.len() == prompts.len()) {
+        if let Some(embeds) = names.iter().map(|name| run.kept(name)).collect() {
             run.resume(TEXT_ENCODER.to_owned());
             return Ok(embeds);
         }
-        let mut all = self.family.encode(self, prompts, sizes, run)?;
+        let all = self.family.encode(self, prompts, sizes, run)?;
         all.iter().try_for_each(|embeds| check_finite(TEXT_ENCODER, None, embeds))?;
         let named: Vec<_> = names.iter().copied().zip(&all).collect();
         run.keep(&named, &[]);
-        for (embeds, name) in all.iter_mut().zip(names) {
-            *embeds = run.watch.boundary(name, embeds.clone());
-        }
-        Ok(all)
+        Ok(names.iter().zip(all).map(|(name, embeds)| run.watch.boundary(name, embeds)).collect())
     }
 
     /// The remaining steps of all pictures, which are of the request's size and steps, in one session.
@@ -498,23 +461,4 @@ const NEGATIVE: &str = "negative_";
 /// The reference's name of the latents after a step, counted from 0.
 fn latents_after(step: usize) -> String {
     format!("latents_step{step}")
-}
-
-/// A stage's output, whose shape the host relies on: a graph need not be the one that the manifest describes.
-pub fn shaped(
-    stage: &str,
-    name: &str,
-    tensor: HostTensor,
-    shape: &[usize],
-) -> Result<HostTensor, PipelineError> {
-    if tensor.shape == shape {
-        Ok(tensor)
-    } else {
-        Err(misshapen(stage, name, format!("{shape:?}"), &tensor))
-    }
-}
-
-pub fn misshapen(stage: &str, name: &str, expected: String, tensor: &HostTensor) -> PipelineError {
-    let (stage, tensor, got) = (stage.to_owned(), name.to_owned(), format!("{:?}", tensor.shape));
-    RuntimeError::BadTensor { stage, tensor, expected, got }.into()
 }
