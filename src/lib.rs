@@ -12,6 +12,7 @@ pub mod plot;
 pub mod printable;
 pub mod report;
 pub mod runtime;
+mod split_mix;
 pub mod tensor;
 pub mod tune;
 pub mod user_cache;

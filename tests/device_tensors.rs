@@ -15,8 +15,8 @@ use viaduct::{
         text_to_image::{Noise, Request, TextToImage},
     },
     runtime::{
-        Binding, Device, DeviceTensor, Executor, Fence, KeptSessions, Placement, Provider, Runtime,
-        RuntimeError, RuntimeOptions, Session, Tensor, TensorView,
+        Attended, Between, Binding, Device, DeviceTensor, Executor, Fence, KeptSessions, Placement, Provider,
+        Runtime, RuntimeError, RuntimeOptions, Session, Tensor, TensorView,
     },
     tensor::HostTensor,
 };
@@ -36,8 +36,7 @@ struct Counted<'e> {
     on_device: usize,
 }
 
-struct CountedSession<'r> {
-    session: Box<dyn Session + 'r>,
+struct Counting<'r> {
     on_device: &'r mut usize,
 }
 
@@ -53,39 +52,20 @@ impl Executor for Counted<'_> {
         binding: &Binding<'_>,
     ) -> Result<Box<dyn Session + 'r>, RuntimeError> {
         let session = self.executor.open_stage(bundle, name, binding)?;
-        Ok(Box::new(CountedSession { session, on_device: &mut self.on_device }))
+        Ok(Box::new(Attended { session, between: Counting { on_device: &mut self.on_device } }))
     }
 }
 
-impl Session for CountedSession<'_> {
-    fn name(&self) -> &str {
-        self.session.name()
-    }
-
-    fn outputs(&self) -> Vec<String> {
-        self.session.outputs()
-    }
-
-    fn nodes(&self) -> &BTreeMap<String, usize> {
-        self.session.nodes()
-    }
-
-    fn bind(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
-        self.session.bind(name, tensor)
-    }
-
+impl Between for Counting<'_> {
     fn run_placed(
         &mut self,
+        session: &mut dyn Session,
         inputs: &[(&str, TensorView<'_>)],
         outputs: &[(&str, Placement)],
     ) -> Result<Vec<Tensor>, RuntimeError> {
-        let tensors = self.session.run_placed(inputs, outputs)?;
+        let tensors = session.run_placed(inputs, outputs)?;
         *self.on_device += tensors.iter().filter(|tensor| matches!(tensor, Tensor::Device(_))).count();
         Ok(tensors)
-    }
-
-    fn finish(self: Box<Self>) -> Result<Option<u64>, RuntimeError> {
-        self.session.finish()
     }
 }
 

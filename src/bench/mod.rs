@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use viaduct_export::{
     arch::{SizesError, SizesRequest},
-    bundle::{Bundle, BundleError, Stages},
+    bundle::{BundleError, Stages},
     flops::flops,
 };
 
@@ -63,7 +63,6 @@ impl Measured {
 
 /// A bundle whose pictures are measured.
 pub struct Subject<'a> {
-    pub bundle: &'a Bundle,
     pub pipeline: &'a TextToImage<'a>,
 }
 
@@ -97,11 +96,11 @@ impl Subject<'_> {
         let peak = meter.stop();
         let asked = self.asked(measured)?;
         let sizes_of = |stage: &PlannedStage| {
-            self.bundle.sizes(&SizesRequest { halvings: stage.settings.halvings, ..asked })
+            self.pipeline.bundle().sizes(&SizesRequest { halvings: stage.settings.halvings, ..asked })
         };
         let mut stages = Vec::with_capacity(plan.stages.len());
         for planned in &plan.stages {
-            let mut model = self.bundle.model(&planned.name)?;
+            let mut model = self.pipeline.bundle().model(&planned.name)?;
             let (_, _, shapes) = analyse_stage(&mut model, &sizes_of(planned)?, &device, &planned.settings);
             stages.push(StageReport::new(planned, flops(&model, &shapes).total, &pictures));
         }

@@ -14,7 +14,7 @@ use crate::{
         run_folder::RunFolder,
         text_to_image::{Request, TRANSFORMER},
     },
-    plan::Plan,
+    plan::{Plan, Settings},
     runtime::Runtime,
     tensor::HostTensor,
     tune::DISPATCHES,
@@ -93,8 +93,12 @@ impl Subject<'_> {
         listener.on_event(Event::Stage { name: "as tuned".to_owned(), index: count, count });
         let rows = self.pipeline.attended_rows(&request)?;
         let writes_norms = own.written_head_norms.is_some_and(|least| rows >= least);
-        let own_form = (own.attention_at(rows), own.pending_dispatches, writes_norms);
-        runtime.set_tuning(own);
+        runtime.set_tuning(own.clone());
+        let attention = match Settings::default().fuses(&runtime.device().profile(), rows) {
+            true => AttentionForm::Fused,
+            false => own.attention_at(rows),
+        };
+        let own_form = (attention, own.pending_dispatches, writes_norms);
         // Of the tuning's own form the better time counts, if it was a trial, too: they differ by chance alone.
         let form =
             |trial: &Trial| (trial.attention, trial.pending_dispatches, trial.written_head_norms.is_some());
@@ -145,7 +149,10 @@ fn tunings(own: &Tuning, attention: AttentionForm) -> Vec<(AttentionForm, Tuning
     let mut tunings = Vec::new();
     for pending_dispatches in DISPATCHES {
         for written_head_norms in [None, Some(1)] {
-            let tuning = Tuning { pending_dispatches, written_head_norms, ..own.always(attention) };
+            // Where the operator is right it would be taken for rows that no vector divides, whatever the form.
+            let fused_attention = attention == AttentionForm::Fused;
+            let own = own.always(attention);
+            let tuning = Tuning { fused_attention, pending_dispatches, written_head_norms, ..own };
             tunings.push((attention, tuning));
         }
     }

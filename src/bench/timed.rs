@@ -1,11 +1,14 @@
 //! An executor that takes the time of another's sessions.
 
-use std::{collections::BTreeMap, time::Instant};
+use std::time::Instant;
 
 use viaduct_export::bundle::Bundle;
 
 use crate::{
-    runtime::{Binding, Device, Executor, Fence, Placement, RuntimeError, Session, Tensor, TensorView},
+    runtime::{
+        Attended, Between, Binding, Device, Executor, Fence, Placement, RuntimeError, Session, Tensor,
+        TensorView,
+    },
     tensor::HostTensor,
 };
 
@@ -73,43 +76,37 @@ impl Executor for Timed<'_> {
         let load = started.elapsed().as_secs_f64();
         openings.push(Opening { stage: name.to_owned(), load, ..Opening::default() });
         let opening = openings.last_mut().expect("one was just added");
-        Ok(Box::new(TimedSession { session, fence, opening }))
+        Ok(Box::new(Attended { session, between: Timing { fence, opening } }))
     }
 }
 
-struct TimedSession<'r> {
-    session: Box<dyn Session + 'r>,
+/// Times what a session does.
+struct Timing<'r> {
     fence: &'r mut Option<Fence>,
     opening: &'r mut Opening,
 }
 
-impl Session for TimedSession<'_> {
-    fn name(&self) -> &str {
-        self.session.name()
-    }
-
-    fn outputs(&self) -> Vec<String> {
-        self.session.outputs()
-    }
-
-    fn nodes(&self) -> &BTreeMap<String, usize> {
-        self.session.nodes()
-    }
-
-    fn bind(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
+impl Between for Timing<'_> {
+    fn bind(
+        &mut self,
+        session: &mut dyn Session,
+        name: &str,
+        tensor: &HostTensor,
+    ) -> Result<(), RuntimeError> {
         let started = Instant::now();
-        let bound = self.session.bind(name, tensor);
+        let bound = session.bind(name, tensor);
         self.opening.uploads += started.elapsed().as_secs_f64();
         bound
     }
 
     fn run_placed(
         &mut self,
+        session: &mut dyn Session,
         inputs: &[(&str, TensorView<'_>)],
         outputs: &[(&str, Placement)],
     ) -> Result<Vec<Tensor>, RuntimeError> {
         let started = Instant::now();
-        let tensors = self.session.run_placed(inputs, outputs)?;
+        let tensors = session.run_placed(inputs, outputs)?;
         // Nobody waited for outputs that stay on the device.
         if tensors.iter().any(|tensor| matches!(tensor, Tensor::Device(_))) {
             match &mut self.fence {
@@ -119,9 +116,5 @@ impl Session for TimedSession<'_> {
         }
         self.opening.runs.push(started.elapsed().as_secs_f64());
         Ok(tensors)
-    }
-
-    fn finish(self: Box<Self>) -> Result<Option<u64>, RuntimeError> {
-        self.session.finish()
     }
 }

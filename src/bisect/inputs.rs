@@ -9,7 +9,7 @@ use super::{
     side::Tensors,
     tensors::{TensorFiles, TensorsError, carried},
 };
-use crate::tensor::HostTensor;
+use crate::{split_mix::SplitMix64, tensor::HostTensor};
 
 /// Inputs of several graphs, and which of them are noise.
 pub struct Inputs {
@@ -198,25 +198,19 @@ fn rows_of_table(graph: &Graph, id: ValueId) -> Option<usize> {
     tables.min()
 }
 
-/// SplitMix64, by Steele, Lea and Flood.
-struct Random(u64);
+struct Random(SplitMix64);
 
 impl Random {
     /// Other numbers for every input.
     fn new(seed: u64, name: &str) -> Random {
-        Random(name.bytes().fold(seed, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)))
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        let seeded =
+            name.bytes().fold(seed, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+        Random(SplitMix64(seeded))
     }
 
     /// From 0 to below 1.
     fn unit(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / (1u64 << 24) as f32
+        (self.0.next() >> 40) as f32 / (1u64 << 24) as f32
     }
 
     /// Of mean 0 and deviation 1, at most 6: twelve uniform numbers added up.

@@ -77,10 +77,10 @@ pub enum BisectError {
     #[error("a picture's run never gets to stage {stage}")]
     NotReached { stage: String },
     #[error(
-        "the two sides have no value in common that could be compared: no name of one is a value of the other"
+        "the two sides have no value in common that could be compared: no name of one is a value of the other; name the tensors as the graph's values"
     )]
     NoSharedName,
-    #[error("the two sides have no value in common that could be compared: the shapes of {} differ", .values.join(", "))]
+    #[error("the two sides have no value in common that could be compared: the shapes of {} differ; --size or --dim binds those of the reference", .values.join(", "))]
     NoSharedShape { values: Vec<String> },
 }
 

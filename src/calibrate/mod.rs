@@ -64,6 +64,10 @@ pub enum CalibrationError {
         "a small error of {weight} makes the model's result infinite, or no number; f32 holds larger values than f16"
     )]
     Sensitivity { weight: String },
+    #[error(
+        "no later stage reads what stage {stage} gives, so that nothing is known of what its errors do; its graphs are not this program's, export the checkpoint again"
+    )]
+    Unread { stage: String },
     #[error("{value} of stage {stage} has {width} columns, of which there are no statistics")]
     Width { stage: String, value: String, width: usize },
 }
@@ -182,17 +186,20 @@ fn look(
 
 /// What errors of the layers do to the first pictures.
 fn sense<'e>(
-    pipeline: &TextToImage<'_>,
+    pipeline: &'e TextToImage<'_>,
     pictures: &[Request],
     executor: &'e mut dyn Executor,
     listener: &mut dyn Listener,
 ) -> Result<Sensor<'e>, CalibrationError> {
-    let mut sensor = Sensor::new(executor);
+    let mut sensor = Sensor::new(executor, pipeline.family());
     let mut nothing = NoProbe;
     let watch = Watch::new(listener, &mut nothing);
     let mut run = Run { executor: &mut sensor, plan: None, watch, folder: RunFolder::none() };
     pipeline.latents_of_all(&pictures[..SENSED.min(pictures.len())], &mut run)?;
-    Ok(sensor)
+    match sensor.unread() {
+        Some(stage) => Err(CalibrationError::Unread { stage: stage.to_owned() }),
+        None => Ok(sensor),
+    }
 }
 
 /// What the layers of all stages before the decoder read.

@@ -9,7 +9,9 @@ use super::{
     sums::Sums,
 };
 use crate::{
-    runtime::{Binding, Device, Executor, Placement, RuntimeError, Session, Tensor, TensorView},
+    runtime::{
+        Attended, Between, Binding, Device, Executor, Placement, RuntimeError, Session, Tensor, TensorView,
+    },
     tensor::HostTensor,
 };
 
@@ -72,12 +74,12 @@ impl Executor for Recorder<'_> {
         let binding = Binding { sizes, exposed: &all, scaled, settings, planned, ahead: &[] };
         let session = self.executor.open_stage(bundle, name, &binding)?;
         let sums = &mut self.sums;
-        Ok(Box::new(Recorded { session, watched, sums, exposed, bound: BTreeMap::new() }))
+        let between = Recorded { watched, sums, exposed, bound: BTreeMap::new() };
+        Ok(Box::new(Attended { session, between }))
     }
 }
 
 struct Recorded<'r> {
-    session: Box<dyn Session + 'r>,
     watched: &'r [Watched],
     sums: &'r mut [Sums],
     /// The watched values that are no inputs of the graph.
@@ -86,37 +88,35 @@ struct Recorded<'r> {
     bound: BTreeMap<String, HostTensor>,
 }
 
-impl Session for Recorded<'_> {
-    fn name(&self) -> &str {
-        self.session.name()
-    }
-
+impl Between for Recorded<'_> {
     /// Without what only the recorder reads.
-    fn outputs(&self) -> Vec<String> {
-        let mut outputs = self.session.outputs();
+    fn outputs(&self, session: &dyn Session) -> Vec<String> {
+        let mut outputs = session.outputs();
         outputs.retain(|output| !self.exposed.contains(output));
         outputs
     }
 
-    fn nodes(&self) -> &BTreeMap<String, usize> {
-        self.session.nodes()
-    }
-
-    fn bind(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
+    fn bind(
+        &mut self,
+        session: &mut dyn Session,
+        name: &str,
+        tensor: &HostTensor,
+    ) -> Result<(), RuntimeError> {
         if self.watched.iter().any(|watched| watched.value == name) {
             self.bound.insert(name.to_owned(), tensor.clone());
         }
-        self.session.bind(name, tensor)
+        session.bind(name, tensor)
     }
 
     fn run_placed(
         &mut self,
+        session: &mut dyn Session,
         inputs: &[(&str, TensorView<'_>)],
         outputs: &[(&str, Placement)],
     ) -> Result<Vec<Tensor>, RuntimeError> {
         let mut all = outputs.to_vec();
         all.extend(self.exposed.iter().map(|name| (name.as_str(), Placement::Host)));
-        let mut tensors = self.session.run_placed(inputs, &all)?;
+        let mut tensors = session.run_placed(inputs, &all)?;
         let exposed = tensors.split_off(outputs.len());
         let exposed: BTreeMap<&str, &Tensor> =
             self.exposed.iter().map(String::as_str).zip(&exposed).collect();
@@ -127,14 +127,10 @@ impl Session for Recorded<'_> {
             let exposed = || exposed.get(name).map(|tensor| tensor.view());
             if let Some(tensor) = given.or_else(bound).or_else(exposed) {
                 let tensor = tensor.on_host()?;
-                record(self.session.name(), watched, self.sums, &tensor)?;
+                record(session.name(), watched, self.sums, &tensor)?;
             }
         }
         Ok(tensors)
-    }
-
-    fn finish(self: Box<Self>) -> Result<Option<u64>, RuntimeError> {
-        self.session.finish()
     }
 }
 

@@ -13,7 +13,12 @@ use viaduct_export::{
 
 use super::layers::{Layer, layers};
 use crate::{
-    runtime::{Binding, Device, Executor, Placement, RuntimeError, Session, Tensor, TensorView, gain_of},
+    pipeline::text_to_image::Family,
+    runtime::{
+        Attended, Between, Binding, Device, Executor, Placement, RuntimeError, Session, Tensor, TensorView,
+        gain_of,
+    },
+    split_mix::SplitMix64,
     tensor::HostTensor,
 };
 
@@ -23,6 +28,7 @@ const CHANGE: f32 = 1.0 / 16.0;
 /// An executor that runs stages again with changes, beside the run that is asked for.
 pub struct Sensor<'e> {
     executor: &'e mut dyn Executor,
+    family: &'e dyn Family,
     /// In the order in which they were opened first.
     stages: Vec<Sensed>,
 }
@@ -33,7 +39,7 @@ struct Sensed {
     outputs: Vec<String>,
     /// The layers' weights and products; a weight may have several.
     layers: Vec<[String; 2]>,
-    /// By what was changed (the product of a layer, or an input of the stage), and output.
+    /// By what was changed (the product of a layer, or an earlier stage's output), and output.
     responses: BTreeMap<(String, String), Response>,
 }
 
@@ -61,8 +67,22 @@ impl Response {
 }
 
 impl<'e> Sensor<'e> {
-    pub fn new(executor: &'e mut dyn Executor) -> Sensor<'e> {
-        Sensor { executor, stages: Vec::new() }
+    pub fn new(executor: &'e mut dyn Executor, family: &'e dyn Family) -> Sensor<'e> {
+        Sensor { executor, family, stages: Vec::new() }
+    }
+
+    /// A stage before the last of whose outputs no later stage was seen to read one: what its layers do to the result is
+    /// not known.
+    pub fn unread(&self) -> Option<&str> {
+        let is_read = |index: usize, output: &String| {
+            self.stages[index + 1..]
+                .iter()
+                .any(|later| later.responses.keys().any(|(what, _)| what == output))
+        };
+        let last = self.stages.len().saturating_sub(1);
+        let unread =
+            |index: &usize| !self.stages[*index].outputs.iter().any(|output| is_read(*index, output));
+        (0..last).find(unread).map(|index| self.stages[index].name.as_str())
     }
 
     /// The squared error of the last stage's result, as a share of it, for that of the layer's output; 0 for a weight that no
@@ -120,8 +140,10 @@ impl Executor for Sensor<'_> {
             self.stages.push(Sensed { name, outputs, layers, responses: BTreeMap::new() });
             self.stages.len() - 1
         });
-        let sensed = &mut self.stages[index];
-        Ok(Box::new(Sensing { session, gains, handed, bound: BTreeMap::new(), sensed, signs: Signs(0) }))
+        let (sensed, family) = (&mut self.stages[index], self.family);
+        let between =
+            Sensing { family, gains, handed, bound: BTreeMap::new(), sensed, signs: Signs(SplitMix64(0)) };
+        Ok(Box::new(Attended { session, between }))
     }
 }
 
@@ -129,27 +151,28 @@ impl Executor for Sensor<'_> {
 struct Gain {
     layer: Layer,
     input: String,
-    half: bool,
+    dtype: DType,
 }
 
 impl Gain {
     fn new(layer: Layer, graph: &Graph) -> Gain {
-        let output = graph.find(&layer.output).and_then(|value| graph[value].ty.as_ref());
-        let half = matches!(output, Some(ValueType::Tensor { dtype: DType::F16, .. }));
-        Gain { input: gain_of(&layer.output), half, layer }
+        let dtype = match graph.find(&layer.output).and_then(|value| graph[value].ty.as_ref()) {
+            Some(ValueType::Tensor { dtype, .. }) => *dtype,
+            _ => DType::F32,
+        };
+        Gain { input: gain_of(&layer.output), dtype, layer }
     }
 
     /// A factor for each column.
     fn tensor(&self, mut factor: impl FnMut() -> f32) -> HostTensor {
-        let factors =
-            HostTensor::f32(&[self.layer.outputs], (0..self.layer.outputs).map(|_| factor()).collect());
-        if self.half { factors.cast("f16").unwrap_or(factors) } else { factors }
+        let columns = self.layer.outputs;
+        HostTensor::f32(&[columns], (0..columns).map(|_| factor()).collect()).as_type(self.dtype)
     }
 }
 
-/// A session that runs again with changes.
+/// Runs a session again with changes.
 struct Sensing<'r> {
-    session: Box<dyn Session + 'r>,
+    family: &'r dyn Family,
     gains: Vec<Gain>,
     /// Names of what earlier stages hand on.
     handed: BTreeSet<String>,
@@ -158,19 +181,31 @@ struct Sensing<'r> {
     signs: Signs,
 }
 
+/// What a run is asked for, and what it gave without a change.
+struct Plain<'a> {
+    outputs: &'a [(&'a str, Placement)],
+    values: Vec<Vec<f32>>,
+}
+
 impl Sensing<'_> {
+    /// The earlier stage's output that an input is made of, if it is.
+    fn handed(&self, input: &str) -> Option<String> {
+        let output = self.family.output_behind(input);
+        self.handed.contains(output).then(|| output.to_owned())
+    }
+
     fn run_changed(
         &mut self,
+        session: &mut dyn Session,
         changed: &str,
         inputs: &[(&str, TensorView<'_>)],
-        outputs: &[(&str, Placement)],
-        plain: &[Tensor],
+        plain: &Plain<'_>,
     ) -> Result<(), RuntimeError> {
-        let found = self.session.run_placed(inputs, outputs)?;
-        for (((output, _), plain), found) in outputs.iter().zip(plain).zip(found) {
+        let found = session.run_placed(inputs, plain.outputs)?;
+        for (((output, _), plain), found) in plain.outputs.iter().zip(&plain.values).zip(found) {
             let response =
                 self.sensed.responses.entry((changed.to_owned(), (*output).to_owned())).or_default();
-            response.add(&plain.view().on_host()?.to_f32(), &found.into_host()?.to_f32());
+            response.add(plain, &found.into_host()?.to_f32());
         }
         Ok(())
     }
@@ -178,77 +213,64 @@ impl Sensing<'_> {
     /// A tensor with every element changed.
     fn changed(&mut self, tensor: &HostTensor) -> HostTensor {
         let values = tensor.to_f32().into_iter().map(|value| value * self.signs.factor()).collect();
-        let changed = HostTensor::f32(&tensor.shape, values);
-        if tensor.values.dtype() == DType::F16 { changed.cast("f16").unwrap_or(changed) } else { changed }
+        HostTensor::f32(&tensor.shape, values).as_type(tensor.values.dtype())
     }
 }
 
-impl Session for Sensing<'_> {
-    fn name(&self) -> &str {
-        self.session.name()
-    }
-
-    fn outputs(&self) -> Vec<String> {
-        self.session.outputs()
-    }
-
-    fn nodes(&self) -> &BTreeMap<String, usize> {
-        self.session.nodes()
-    }
-
-    fn bind(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
-        if self.handed.contains(name) {
+impl Between for Sensing<'_> {
+    fn bind(
+        &mut self,
+        session: &mut dyn Session,
+        name: &str,
+        tensor: &HostTensor,
+    ) -> Result<(), RuntimeError> {
+        if self.handed(name).is_some() {
             self.bound.insert(name.to_owned(), tensor.clone());
         }
-        self.session.bind(name, tensor)
+        session.bind(name, tensor)
     }
 
     fn run_placed(
         &mut self,
+        session: &mut dyn Session,
         inputs: &[(&str, TensorView<'_>)],
         outputs: &[(&str, Placement)],
     ) -> Result<Vec<Tensor>, RuntimeError> {
         let outputs: Vec<_> = outputs.iter().map(|(name, _)| (*name, Placement::Host)).collect();
-        let plain = self.session.run_placed(inputs, &outputs)?;
+        let tensors = session.run_placed(inputs, &outputs)?;
+        let values = tensors.iter().map(|tensor| Ok(tensor.view().on_host()?.to_f32()));
+        let plain = Plain { outputs: &outputs, values: values.collect::<Result<_, RuntimeError>>()? };
         for index in 0..self.gains.len() {
             let Gain { layer, input, .. } = &self.gains[index];
             let (product, input) = (layer.output.clone(), input.clone());
             let factors = self.gains[index].tensor(|| self.signs.factor());
-            self.session.bind(&input, &factors)?;
-            self.run_changed(&product, inputs, &outputs, &plain)?;
-            self.session.bind(&input, &self.gains[index].tensor(|| 1.0))?;
+            session.bind(&input, &factors)?;
+            self.run_changed(session, &product, inputs, &plain)?;
+            session.bind(&input, &self.gains[index].tensor(|| 1.0))?;
         }
         for (name, tensor) in self.bound.clone() {
+            let Some(output) = self.handed(&name) else { continue };
             let changed = self.changed(&tensor);
-            self.session.bind(&name, &changed)?;
-            self.run_changed(&name, inputs, &outputs, &plain)?;
-            self.session.bind(&name, &tensor)?;
+            session.bind(&name, &changed)?;
+            self.run_changed(session, &output, inputs, &plain)?;
+            session.bind(&name, &tensor)?;
         }
         for (index, (name, tensor)) in inputs.iter().enumerate() {
-            if self.handed.contains(*name) {
-                let changed = self.changed(&*tensor.on_host()?);
-                let mut inputs = inputs.to_vec();
-                inputs[index].1 = TensorView::Host(&changed);
-                self.run_changed(name, &inputs, &outputs, &plain)?;
-            }
+            let Some(output) = self.handed(name) else { continue };
+            let changed = self.changed(&*tensor.on_host()?);
+            let mut inputs = inputs.to_vec();
+            inputs[index].1 = TensorView::Host(&changed);
+            self.run_changed(session, &output, &inputs, &plain)?;
         }
-        Ok(plain)
-    }
-
-    fn finish(self: Box<Self>) -> Result<Option<u64>, RuntimeError> {
-        self.session.finish()
+        Ok(tensors)
     }
 }
 
-/// Up and down at random, the same on every machine (splitmix64).
-struct Signs(u64);
+/// Up and down at random.
+struct Signs(SplitMix64);
 
 impl Signs {
     fn factor(&mut self) -> f32 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut bits = self.0;
-        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        if (bits ^ (bits >> 31)) & 1 == 0 { 1.0 + CHANGE } else { 1.0 - CHANGE }
+        if self.0.next() & 1 == 0 { 1.0 + CHANGE } else { 1.0 - CHANGE }
     }
 }

@@ -64,7 +64,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let bundle = Bundle::open(&arguments.bundle)?;
     let pipeline = TextToImage::open(&bundle)?;
     let pictures = pictures(arguments, pipeline.family())?;
-    let subject = Subject { bundle: &bundle, pipeline: &pipeline };
+    let subject = Subject { pipeline: &pipeline };
     let mut progress = Progress::new(arguments.progress.progress);
     let mut runtime = arguments.device.start(&mut progress)?;
     if arguments.sweep {
@@ -107,7 +107,7 @@ fn sweep(
 ) -> anyhow::Result<()> {
     let plan_of = |measured: &Measured, runtime: &Runtime| {
         let picture = subject.asked(*measured)?;
-        arguments.memory.plan(subject.bundle, &picture, runtime.device(), false, true, &mut |_| ())
+        arguments.memory.plan(subject.pipeline.bundle(), &picture, runtime.device(), false, true, &mut |_| ())
     };
     // All at first, so that a size that does not fit is refused before the work.
     pictures.iter().try_for_each(|measured| plan_of(measured, runtime).map(drop))?;

@@ -1,6 +1,6 @@
 //! `viaduct calibrate`
 
-use std::{path::PathBuf, time::Duration};
+use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::Args;
@@ -9,7 +9,7 @@ use viaduct_export::{bundle::Bundle, bytes::ByteSize, files::read_limited};
 use super::{
     DeviceArguments, ProgressArguments, SizeArguments,
     exit::UsageError,
-    interrupt::{leave, on_interrupt, within},
+    interrupt::{leave_with, on_interrupt},
     printer::print,
     progress::Progress,
 };
@@ -107,17 +107,13 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     })
 }
 
-/// How long the last word may take: standard error may be a pipe that nobody reads.
-const LAST_WORD: Duration = Duration::from_millis(500);
-
 /// An interrupt ends the process at once, without what it has written of the file.
 fn stop_on_interrupt(progress: &Progress) -> anyhow::Result<()> {
     let last_word = progress.last_word();
     on_interrupt(move |signal| {
         let _discarded = atomic_file::discard_writes();
         let event = Event::warning("interrupted; nothing was kept".to_owned());
-        within(LAST_WORD, move || last_word(event));
-        leave(signal)
+        leave_with(signal, move || last_word(event))
     })?;
     Ok(())
 }

@@ -8,7 +8,7 @@ use std::{
     fs,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use anyhow::Context;
@@ -23,7 +23,7 @@ use self::{
 use super::{
     DeviceArguments, ProgressArguments, SizeArguments,
     exit::UsageError,
-    interrupt::{leave, on_interrupt, within},
+    interrupt::{leave_with, on_interrupt},
     memory::MemoryArguments,
     printer::print,
     progress::Progress,
@@ -306,9 +306,6 @@ impl Listener for Tracked {
     }
 }
 
-/// How long the last word may take: standard error may be a pipe that nobody reads.
-const LAST_WORD: Duration = Duration::from_millis(500);
-
 /// An interrupt ends the process at once, but for a file that is being written.
 fn stop_on_interrupt(progress: &Progress) -> anyhow::Result<SharedPosition> {
     let stage = Some("text_encoder".to_owned());
@@ -327,8 +324,7 @@ fn stop_on_interrupt(progress: &Progress) -> anyhow::Result<SharedPosition> {
             }
         });
         let _ = position.exchange.as_ref().map(fs::remove_dir_all);
-        within(LAST_WORD, move || last_word(event));
-        leave(signal)
+        leave_with(signal, move || last_word(event))
     })?;
     Ok(place)
 }

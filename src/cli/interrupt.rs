@@ -39,8 +39,17 @@ pub fn on_interrupt(act: impl FnOnce(u8) + Send + 'static) -> io::Result<()> {
     SIGNALS.into_iter().try_for_each(install)
 }
 
+/// How long the last word may take: standard error may be a pipe that nobody reads.
+const LAST_WORD: Duration = Duration::from_millis(500);
+
+/// Ends the interrupted process after its last word.
+pub fn leave_with(signal: u8, last_word: impl FnOnce() + Send + 'static) -> ! {
+    within(LAST_WORD, last_word);
+    leave(signal)
+}
+
 /// Does something for a while at most; what takes longer goes on alone.
-pub fn within(limit: Duration, act: impl FnOnce() + Send + 'static) {
+fn within(limit: Duration, act: impl FnOnce() + Send + 'static) {
     let (done, wait) = mpsc::channel();
     let thread = thread::Builder::new().spawn(move || {
         act();
@@ -52,7 +61,7 @@ pub fn within(limit: Duration, act: impl FnOnce() + Send + 'static) {
 }
 
 /// Ends the process that a signal has interrupted, without a lock that another thread may hold for ever.
-pub fn leave(signal: u8) -> ! {
+fn leave(signal: u8) -> ! {
     // SAFETY: ends the process; nothing of it runs afterwards.
     unsafe { libc::_exit(i32::from(exit_code(signal))) }
 }

@@ -69,6 +69,68 @@ pub trait Session {
     fn finish(self: Box<Self>) -> Result<Option<u64>, RuntimeError>;
 }
 
+/// What stands between a session and its user.
+pub trait Between {
+    /// See [`Session::outputs`].
+    fn outputs(&self, session: &dyn Session) -> Vec<String> {
+        session.outputs()
+    }
+
+    /// See [`Session::bind`].
+    fn bind(
+        &mut self,
+        session: &mut dyn Session,
+        name: &str,
+        tensor: &HostTensor,
+    ) -> Result<(), RuntimeError> {
+        session.bind(name, tensor)
+    }
+
+    /// See [`Session::run_placed`].
+    fn run_placed(
+        &mut self,
+        session: &mut dyn Session,
+        inputs: &[(&str, TensorView<'_>)],
+        outputs: &[(&str, Placement)],
+    ) -> Result<Vec<Tensor>, RuntimeError>;
+}
+
+/// A session that is used through something else.
+pub struct Attended<'r, B> {
+    pub session: Box<dyn Session + 'r>,
+    pub between: B,
+}
+
+impl<B: Between> Session for Attended<'_, B> {
+    fn name(&self) -> &str {
+        self.session.name()
+    }
+
+    fn outputs(&self) -> Vec<String> {
+        self.between.outputs(&*self.session)
+    }
+
+    fn nodes(&self) -> &BTreeMap<String, usize> {
+        self.session.nodes()
+    }
+
+    fn bind(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
+        self.between.bind(&mut *self.session, name, tensor)
+    }
+
+    fn run_placed(
+        &mut self,
+        inputs: &[(&str, TensorView<'_>)],
+        outputs: &[(&str, Placement)],
+    ) -> Result<Vec<Tensor>, RuntimeError> {
+        self.between.run_placed(&mut *self.session, inputs, outputs)
+    }
+
+    fn finish(self: Box<Self>) -> Result<Option<u64>, RuntimeError> {
+        self.session.finish()
+    }
+}
+
 impl Executor for Runtime {
     fn device(&self) -> &Device {
         self.device()

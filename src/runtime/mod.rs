@@ -35,7 +35,7 @@ pub use bundle::{Binding, OpenedAhead};
 pub use device::{Device, DeviceKind, Provider, Runtime, RuntimeOptions, expected_profile};
 pub use device_tensor::DeviceTensor;
 pub use error::RuntimeError;
-pub use executor::{Executor, Session};
+pub use executor::{Attended, Between, Executor, Session};
 pub use exit::{exit, make_file_limits_errors};
 pub use lower::{Attention, LowerError, Lowered, lower};
 pub use memory_meter::{MemoryMeter, MemoryPeaks};

@@ -1,8 +1,6 @@
 //! Values of a graph that a further input scales, column by column: so is seen what an error of a layer does.
 
-use std::collections::HashMap;
-
-use viaduct_export::onnx::{Dim, Model, Node, NodeId, ValueId, ValueType};
+use viaduct_export::onnx::{Dim, Model, Node, ValueType};
 
 use super::LowerError;
 
@@ -14,14 +12,11 @@ pub fn gain_of(value: &str) -> String {
 /// Gives the graph an input [columns] for each of the values, of the value's type, which multiplies it.
 pub(super) fn scale_values(model: &mut Model, values: &[&str]) -> Result<(), LowerError> {
     let graph = &mut model.graph;
-    let producers: HashMap<ValueId, NodeId> = graph
-        .nodes()
-        .flat_map(|(id, node)| node.outputs.iter().flatten().map(move |value| (*value, id)))
-        .collect();
+    let links = graph.links();
     for name in values {
         let unknown = || LowerError::UnknownValue((*name).to_owned());
         let value = graph.find(name).ok_or_else(unknown)?;
-        let producer = *producers.get(&value).ok_or_else(unknown)?;
+        let producer = links.producer(value).ok_or_else(unknown)?;
         let Some(ValueType::Tensor { dtype, .. }) = graph[value].ty else {
             return Err(LowerError::UntypedValue((*name).to_owned()));
         };

@@ -38,16 +38,19 @@ struct Opening {
     bundle: PathBuf,
     sizes: Sizes,
     exposed: Vec<String>,
+    scaled: Vec<String>,
     settings: Settings,
 }
 
 impl Opening {
     fn new(bundle: &Path, binding: &Binding<'_>) -> Opening {
-        let Binding { sizes, exposed, scaled: _, settings, planned: _, ahead: _ } = binding;
+        let Binding { sizes, exposed, scaled, settings, planned: _, ahead: _ } = binding;
+        let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
         Opening {
             bundle: bundle.to_owned(),
             sizes: (*sizes).clone(),
-            exposed: exposed.iter().map(|&name| name.to_owned()).collect(),
+            exposed: names(exposed),
+            scaled: names(scaled),
             settings: *settings,
         }
     }

@@ -37,7 +37,7 @@ impl<'a> Comparer<'a> {
         }
         if !self.seen.iter().any(|name| is_computed(name)) {
             let problem =
-                "no tensor of the model is among the reference tensors, so nothing was verified".to_owned();
+                "no tensor of the model is among the reference tensors, so nothing was verified; keep prompt_embeds.npy or pred_step0.npy of the reference run, for example".to_owned();
             return Err(VerifyError::Oracle { path: self.oracle.folder().to_owned(), problem });
         }
         let unseen = self.oracle.names.iter().filter(|name| !self.seen.contains(*name));

@@ -82,8 +82,8 @@ impl Controls<'_> {
     ) -> Result<Planted, VerifyError> {
         let control = control.at(self.subject.request.steps);
         let found = match control.except.iter().any(|profile| profile == self.subject.profile()) {
-            true => Err(Impossible::Excepted),
-            false => self.run(&control, executor, listener)?,
+            true => Err(Impossible::Excepted.into()),
+            false => self.run(&control, executor, listener),
         };
         let planted = |verdict, row: Option<Row>, detail| Planted {
             name: name.to_owned(),
@@ -101,7 +101,8 @@ impl Controls<'_> {
             }
             Ok(Found::Row(row)) => planted(Verdict::Green, Some(row), String::new()),
             Ok(Found::Refused(problem)) => planted(Verdict::Red, None, problem),
-            Err(impossible) => planted(Verdict::NotRun, None, impossible.to_string()),
+            Err(AlterationError::Impossible(why)) => planted(Verdict::NotRun, None, why.to_string()),
+            Err(AlterationError::Reference(error)) => return Err(error),
         })
     }
 
@@ -110,11 +111,11 @@ impl Controls<'_> {
         control: &Control,
         executor: &mut dyn Executor,
         listener: &mut dyn Listener,
-    ) -> Result<Result<Found, Impossible>, VerifyError> {
+    ) -> Result<Found, AlterationError> {
         let misses = control.misses.as_str();
         let judged = misses.split(" (").next().unwrap_or(misses);
         if !self.subject.oracle.names.contains(judged) {
-            return Ok(Err(Impossible::NoReference(judged.to_owned())));
+            return Err(Impossible::NoReference(judged.to_owned()).into());
         }
         let progress = Progress::default();
         let (oracle, judge) = (self.subject.oracle, self.judge);
@@ -123,42 +124,40 @@ impl Controls<'_> {
         let mut replayer = Replayer { executor, recording: self.recording, progress: &progress };
         let drawn = self.subject.draw(&mut replayer, &mut fault, listener);
         let Fault { mut rows, failed, .. } = fault;
-        match failed {
-            Some(AlterationError::Reference(error)) => return Err(error),
-            Some(AlterationError::Impossible(impossible)) => return Ok(Err(impossible)),
-            None => {}
+        if let Some(error) = failed {
+            return Err(error);
         }
         if !progress.ended.get() {
             let image = match drawn {
                 Ok(Drawn { image, .. }) => to_unit(&image),
-                Err(_) if progress.within_stage.get() => return Ok(Err(Impossible::WithinStage)),
+                Err(_) if progress.within_stage.get() => return Err(Impossible::WithinStage.into()),
                 Err(error) => return ended_by(error, progress.altered.get()),
             };
             rows.extend(judge.decoded(&image));
             rows.extend(judge.drawn(&image));
         }
         if !progress.altered.get() {
-            return Ok(Err(Impossible::NoBoundary(control.alters.clone())));
+            return Err(Impossible::NoBoundary(control.alters.clone()).into());
         }
         let row = rows.into_iter().find(|row| row.name == misses && row.measure == control.measure);
-        Ok(row.map(Found::Row).ok_or_else(|| Impossible::NoRow(misses.to_owned(), control.measure.name())))
+        Ok(Found::Row(row.ok_or_else(|| Impossible::NoRow(misses.to_owned(), control.measure.name()))?))
     }
 }
 
 /// What the end of a run says: that it refused to go on with its numbers, or that the control cannot be planted. The end of the
 /// device or of the memory says nothing of the control, and is an error.
-fn ended_by(error: VerifyError, is_altered: bool) -> Result<Result<Found, Impossible>, VerifyError> {
+fn ended_by(error: VerifyError, is_altered: bool) -> Result<Found, AlterationError> {
     match error {
         VerifyError::Pipeline(problem @ (PipelineError::Image(_) | PipelineError::Embedding(_)))
             if is_altered =>
         {
-            Ok(Ok(Found::Refused(problem.to_string())))
+            Ok(Found::Refused(problem.to_string()))
         }
         VerifyError::Pipeline(PipelineError::Runtime(error)) if error.exit_code() != FAILED => {
-            Err(PipelineError::Runtime(error).into())
+            Err(VerifyError::from(PipelineError::Runtime(error)).into())
         }
-        VerifyError::Pipeline(error) => Ok(Err(Impossible::Failed(error.to_string()))),
-        error => Err(error),
+        VerifyError::Pipeline(error) => Err(Impossible::Failed(error.to_string()).into()),
+        error => Err(error.into()),
     }
 }
 

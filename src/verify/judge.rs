@@ -79,11 +79,14 @@ impl<'a> Judge<'a> {
         } else {
             let (a, b) = (tensor.to_f32(), reference.to_f32());
             let same_shape = tensor.shape == reference.shape;
-            let error = if same_shape { Sums::of(&a, &b).cosine_error() } else { f64::NAN };
+            let (apart, error) = match same_shape {
+                true => (worst(&a, &b), Sums::of(&a, &b).cosine_error()),
+                false => (f64::INFINITY, f64::NAN),
+            };
             let detail = format!("{:?}", reference.shape);
             let mut rows = vec![Row {
                 cosine_error: same_shape.then_some(error),
-                ..self.relative(name, largest_difference(tensor, reference) / largest(&b), detail.clone())
+                ..self.relative(name, apart / largest(&b), detail.clone())
             }];
             if let Some(bars) = self.gates.transformer.as_ref().filter(|_| name.starts_with(VELOCITY)) {
                 rows.push(Row::new(name, Measure::Cosine, error, bars.velocity, detail));

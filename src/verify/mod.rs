@@ -66,10 +66,10 @@ pub enum VerifyError {
     Oracle { path: PathBuf, problem: String },
     #[error("{key}: the bundle has {bundle}, the oracle {oracle}; export with --set {key}={oracle}")]
     Mismatch { key: &'static str, bundle: String, oracle: String },
-    #[error("{}: the oracle took {oracle} steps, and this bundle takes {bundle}: its noise levels are fixed", path.display())]
+    #[error("{}: the oracle took {oracle} steps, and this bundle takes {bundle}: its noise levels are fixed; make the reference with {bundle} steps", path.display())]
     Steps { path: PathBuf, oracle: usize, bundle: usize },
     #[error(
-        "recipe '{recipe}' states no gates for profile '{profile}', so there is nothing to verify against"
+        "recipe '{recipe}' states no gates for profile '{profile}', so there is nothing to verify against; add [gates.{profile}] to a recipe and export with --recipe"
     )]
     NoGates { recipe: String, profile: String },
 }

@@ -6,7 +6,9 @@ use std::{cell::Cell, collections::BTreeMap};
 use viaduct_export::bundle::Bundle;
 
 use crate::{
-    runtime::{Binding, Device, Executor, Placement, RuntimeError, Session, Tensor, TensorView},
+    runtime::{
+        Attended, Between, Binding, Device, Executor, Placement, RuntimeError, Session, Tensor, TensorView,
+    },
     tensor::HostTensor,
 };
 
@@ -44,38 +46,22 @@ impl Executor for Recorder<'_> {
             return Ok(session);
         }
         let runs = self.recording.stages.entry(name.to_owned()).or_default();
-        Ok(Box::new(Recorded { session, runs }))
+        Ok(Box::new(Attended { session, between: Recorded { runs } }))
     }
 }
 
 struct Recorded<'r> {
-    session: Box<dyn Session + 'r>,
     runs: &'r mut Vec<Outputs>,
 }
 
-impl Session for Recorded<'_> {
-    fn name(&self) -> &str {
-        self.session.name()
-    }
-
-    fn outputs(&self) -> Vec<String> {
-        self.session.outputs()
-    }
-
-    fn nodes(&self) -> &BTreeMap<String, usize> {
-        self.session.nodes()
-    }
-
-    fn bind(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
-        self.session.bind(name, tensor)
-    }
-
+impl Between for Recorded<'_> {
     fn run_placed(
         &mut self,
+        session: &mut dyn Session,
         inputs: &[(&str, TensorView<'_>)],
         outputs: &[(&str, Placement)],
     ) -> Result<Vec<Tensor>, RuntimeError> {
-        let tensors = self.session.run_placed(inputs, outputs)?;
+        let tensors = session.run_placed(inputs, outputs)?;
         let named = outputs.iter().zip(&tensors);
         let on_host = named.map(|((name, _), tensor)| {
             let tensor = tensor.view();
@@ -83,10 +69,6 @@ impl Session for Recorded<'_> {
         });
         self.runs.push(on_host.collect::<Result<Outputs, RuntimeError>>()?);
         Ok(tensors)
-    }
-
-    fn finish(self: Box<Self>) -> Result<Option<u64>, RuntimeError> {
-        self.session.finish()
     }
 }
 
@@ -127,7 +109,7 @@ impl Executor for Replayer<'_> {
             return Ok(Box::new(Replayed { stage, runs, next: 0, nodes: BTreeMap::new(), progress }));
         }
         let session = self.executor.open_stage(bundle, name, binding)?;
-        Ok(Box::new(Live { session, progress: self.progress }))
+        Ok(Box::new(Attended { session, between: Live { progress: self.progress } }))
     }
 }
 
@@ -185,42 +167,22 @@ impl Session for Replayed<'_> {
     }
 }
 
-/// A session that runs until the run has ended.
+/// Lets a session run until the run has ended.
 struct Live<'r> {
-    session: Box<dyn Session + 'r>,
     progress: &'r Progress,
 }
 
-impl Session for Live<'_> {
-    fn name(&self) -> &str {
-        self.session.name()
-    }
-
-    fn outputs(&self) -> Vec<String> {
-        self.session.outputs()
-    }
-
-    fn nodes(&self) -> &BTreeMap<String, usize> {
-        self.session.nodes()
-    }
-
-    fn bind(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
-        self.session.bind(name, tensor)
-    }
-
+impl Between for Live<'_> {
     fn run_placed(
         &mut self,
+        session: &mut dyn Session,
         inputs: &[(&str, TensorView<'_>)],
         outputs: &[(&str, Placement)],
     ) -> Result<Vec<Tensor>, RuntimeError> {
         match self.progress.ended.get() {
-            true => Err(ended(self.session.name())),
-            false => self.session.run_placed(inputs, outputs),
+            true => Err(ended(session.name())),
+            false => session.run_placed(inputs, outputs),
         }
-    }
-
-    fn finish(self: Box<Self>) -> Result<Option<u64>, RuntimeError> {
-        self.session.finish()
     }
 }
 

@@ -19,7 +19,6 @@ use crate::{
 };
 
 pub struct Subject<'a> {
-    bundle: &'a Bundle,
     pub oracle: &'a Oracle,
     pipeline: TextToImage<'a>,
     pub request: Request,
@@ -52,11 +51,11 @@ impl<'a> Subject<'a> {
             noise: Noise::Given(oracle.noise(size)?),
         };
         pipeline.check(&request)?;
-        Ok(Subject { bundle, oracle, pipeline, request })
+        Ok(Subject { oracle, pipeline, request })
     }
 
     pub fn profile(&self) -> &str {
-        &self.bundle.manifest.profile
+        &self.pipeline.bundle().manifest.profile
     }
 
     /// Draws the picture, from the reference's noise.
