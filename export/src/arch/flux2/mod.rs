@@ -23,7 +23,10 @@ use self::{
 use super::{
     Authored, Authoring, CopiedFolder, MAX_STEPS, RawFile, SizesError, SizesRequest, StageGraph, TextRows,
     author::AuthorError,
-    blocks::rope::Pairing,
+    blocks::{
+        image_decoder::{ATTENTION_STAGE, COMPONENT, POST_STAGE},
+        rope::Pairing,
+    },
     parameters::{Embedding, EmbeddingType, PARAMETERS, TimeOrder},
     settings::{CUTS, check_cuts},
 };
@@ -199,10 +202,10 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, Flux2Error> {
         StageGraph::new("transformer", "transformer", transformer),
     ];
     let decoder = decoder_stages(request, &config, &vae.cuts)?;
-    let attends = decoder.iter().any(|stage| stage.name == vae::ATTENTION_STAGE);
+    let attends = decoder.iter().any(|stage| stage.name == ATTENTION_STAGE);
     let attention_rows = attends.then_some(vae.attention_rows);
     let names = decoder.iter().map(|stage| stage.name.clone());
-    let post_stages = names.filter(|name| name.starts_with(vae::POST_STAGE)).collect();
+    let post_stages = names.filter(|name| name.starts_with(POST_STAGE)).collect();
     stages.extend(decoder);
     let parameters = Parameters {
         text: parameters::Text {
@@ -253,7 +256,7 @@ fn decoder_stages(
     cuts: &[usize],
 ) -> Result<Vec<StageGraph>, Flux2Error> {
     let weights = request.weights("vae")?;
-    vae::author(&config.vae, cuts, &weights, &request.profile.component(vae::COMPONENT))
+    vae::author(&config.vae, cuts, &weights, &request.profile.component(COMPONENT))
 }
 
 /// The checkpoint's own picture size, cut to what the model can draw.

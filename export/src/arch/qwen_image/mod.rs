@@ -23,7 +23,7 @@ use super::{
     Authored, Authoring, CopiedFiles, CopiedFolder, MAX_STEPS, RawFile, SizesError, SizesRequest, Source,
     StageGraph, TextRows,
     author::AuthorError,
-    blocks::rope::Pairing,
+    blocks::{image_decoder::COMPONENT, rope::Pairing},
     parameters::{Embedding, EmbeddingType, PARAMETERS, TimeOrder},
     settings::{CUTS, check_cuts},
     tokenizer::{AddedTokens, TOKENS},
@@ -335,7 +335,7 @@ fn decoder_stages(
     constants: &Constants,
 ) -> Result<Vec<StageGraph>, QwenImageError> {
     let weights = request.weights("vae")?;
-    let precision = request.profile.component(vae::COMPONENT);
+    let precision = request.profile.component(COMPONENT);
     let decoder = Decoder { config: &config.vae, weights: &weights, precision: &precision, constants };
     decoder.stages(cuts)
 }
