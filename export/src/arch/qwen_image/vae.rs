@@ -8,12 +8,12 @@ use super::{Constants, QwenImageError, config::VaeConfig, parameters::PostStage}
 use crate::{
     arch::{
         StageGraph,
-        author::{Author, AuthorError},
+        author::{Author, in_tensor},
         blocks::{
             image_decoder::{ATTENTION_STAGE, COMPONENT, POST_STAGE, attention, blocks_of_stages, map},
             mlp::silu,
             norm::scaled_rms_norm,
-            resnet::upsample_nearest,
+            resnet::{conv_of, upsample_nearest},
         },
     },
     onnx::{Attribute, DType, Dim, Model, Tensor, ValueId},
@@ -324,7 +324,7 @@ impl Decoder<'_> {
         Ok(a.graph.constant(name, gamma))
     }
 
-    /// A convolution of the checkpoint with stride 1 and "same" padding; `kernel` is odd.
+    /// [`conv`](crate::arch::blocks::resnet::conv) with a kernel that may be one over time.
     fn conv(
         &self,
         a: &mut Author<'_>,
@@ -336,14 +336,9 @@ impl Decoder<'_> {
         let x = a.to_compute(x);
         let name = format!("{prefix}.weight");
         let weight = self.kernel(&name, &[outputs, inputs, kernel, kernel])?;
-        let quantised = |source| AuthorError::Quant { tensor: name.clone(), source };
-        let weight = quant::cast(weight, a.compute()).map_err(quantised)?;
+        let weight = in_tensor(&name, quant::cast(weight, a.compute()))?;
         let weight = a.graph.constant(&name, weight);
-        let bias = a.weight(&format!("{prefix}.bias"), &[outputs], a.compute())?;
-        let (pad, kernel) = ((kernel / 2) as i64, kernel as i64);
-        let attributes =
-            [("kernel_shape", Attribute::Ints(vec![kernel; 2])), ("pads", Attribute::Ints(vec![pad; 4]))];
-        Ok(a.graph.op("Conv", &[x, weight, bias], &attributes))
+        Ok(conv_of(a, x, prefix, weight, outputs, kernel)?)
     }
 
     /// A convolution's kernel; of one over time, the slice that the present frame meets, which is the last.
@@ -353,9 +348,7 @@ impl Decoder<'_> {
         match found.as_deref() {
             Some(&[_, _, frames, _, _]) if frames > 0 => {
                 let whole = self.weights.tensor(name, &[outputs, inputs, frames, height, width])?;
-                let last = quant::select(whole, 2, frames - 1);
-                let tensor = name.to_owned();
-                Ok(last.map_err(|source| AuthorError::Quant { tensor, source })?)
+                Ok(in_tensor(name, quant::select(whole, 2, frames - 1))?)
             }
             _ => Ok(self.weights.tensor(name, shape)?),
         }
