@@ -16,12 +16,12 @@ use std::path::Path;
 use serde::Deserialize;
 
 use self::{
-    config::Config,
+    config::{Config, TextConfig},
     form::Form,
     parameters::{MAX_TEXT_LENGTH, Parameters, TextIds},
 };
 use super::{
-    Authored, Authoring, CopiedFolder, MAX_STEPS, RawFile, SizesError, SizesRequest, StageGraph, TextRows,
+    Authored, Authoring, CopiedFolder, MAX_STEPS, SizesError, SizesRequest, StageGraph, TextRows,
     author::AuthorError,
     blocks::{
         image_decoder::{ATTENTION_STAGE, COMPONENT, POST_STAGE},
@@ -33,7 +33,7 @@ use super::{
 use crate::{
     recipe::{CONFIGS, Compute, RecipeError},
     shapes::Sizes,
-    weights::{Checkpoint, WeightsError},
+    weights::WeightsError,
 };
 
 #[derive(Debug, thiserror::Error)]
@@ -188,7 +188,9 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, Flux2Error> {
     let shape = text_encoder::Shape { taps: &text.taps, length: text.length };
     let precision = profile.component("text_encoder");
     let encoder = text_encoder::author(&config.text, &shape, &weights, &precision)?;
-    let (embedding, table) = embedding(&config, &weights, precision.compute)?;
+    let embedding = embedding(&config.text, precision.compute);
+    let table =
+        embedding.table(&weights, &format!("{}embed_tokens.weight", text_encoder::key_prefix(&weights)))?;
 
     let weights = request.weights("transformer")?;
     let precision = profile.component("transformer");
@@ -265,23 +267,12 @@ fn default_side(vae: &config::VaeConfig) -> usize {
     (vae.sample_size.unwrap_or(1024).clamp(multiple, 4096) / multiple) * multiple
 }
 
-/// The embedding table stays a plain file: the host gathers the few rows that a prompt needs from the mapped file,
-/// and a table of hundreds of megabytes never reaches the device.
-fn embedding(
-    config: &Config,
-    weights: &Checkpoint,
-    compute: Compute,
-) -> Result<(Embedding, RawFile), Flux2Error> {
-    let (rows, width) = (config.text.vocab_size, config.text.hidden_size);
-    let key = format!("{}embed_tokens.weight", text_encoder::key_prefix(weights));
+fn embedding(config: &TextConfig, compute: Compute) -> Embedding {
     let dtype = match compute {
         Compute::F32 => EmbeddingType::F32,
         Compute::F16 => EmbeddingType::F16,
     };
-    let tensor = weights.tensor(&key, &[rows, width])?;
-    let file = "embedding.bin".to_owned();
-    let table = RawFile { path: file.clone(), tensor, dtype: compute.dtype() };
-    Ok((Embedding { file, dtype, rows, width }, table))
+    Embedding::new(dtype, config.vocab_size, config.hidden_size)
 }
 
 fn check_settings(

@@ -14,14 +14,14 @@ use std::path::Path;
 use serde::Deserialize;
 
 use self::{
-    config::{Config, ModelIndex},
+    config::{Config, ModelIndex, TextConfig},
     parameters::{Graphs, MAX_TEXT_LENGTH, Parameters, PostStage, Template},
     transformer::Transformer,
     vae::Decoder,
 };
 use super::{
-    Authored, Authoring, CopiedFiles, CopiedFolder, MAX_STEPS, RawFile, SizesError, SizesRequest, Source,
-    StageGraph, TextRows,
+    Authored, Authoring, CopiedFiles, CopiedFolder, MAX_STEPS, SizesError, SizesRequest, Source, StageGraph,
+    TextRows,
     author::AuthorError,
     blocks::{image_decoder::COMPONENT, rope::Pairing},
     parameters::{Embedding, EmbeddingType, PARAMETERS, TimeOrder},
@@ -29,7 +29,6 @@ use super::{
     tokenizer::{AddedTokens, TOKENS},
 };
 use crate::{
-    onnx::DType,
     recipe::{CONFIGS, Precision, RecipeError, WeightFormat},
     shapes::Sizes,
     weights::{Checkpoint, WeightsError, read_json},
@@ -265,7 +264,8 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, QwenImageError> {
     let weights = text_weights(request)?;
     let precision = request.profile.component("text_encoder");
     let encoder = text_encoder::author(&config.text, &weights, &precision, &constants)?;
-    let (embedding, table) = embedding(config, &weights, &precision)?;
+    let embedding = embedding(&config.text, &precision);
+    let table = embedding.table(&weights, EMBEDDING_TABLE)?;
     let mut stages = vec![StageGraph::new("text_encoder", "text_encoder", encoder)];
     stages.extend(transformer_stages(request, &settings, &constants)?);
     let decoder = decoder_stages(request, config, &settings.vae.cuts, &constants)?;
@@ -342,22 +342,12 @@ fn decoder_stages(
 
 const EMBEDDING_TABLE: &str = "embed_tokens.weight";
 
-/// The embedding table stays a plain file: the host gathers the few rows that a prompt needs from the mapped file, and a
-/// table of more than a gigabyte never reaches the device.
-fn embedding(
-    config: &Config,
-    weights: &Checkpoint,
-    precision: &Precision,
-) -> Result<(Embedding, RawFile), QwenImageError> {
-    let (rows, width) = (config.text.vocab_size, config.text.hidden_size);
-    let (dtype, stored) = match precision.weights {
-        WeightFormat::F32 => (EmbeddingType::F32, DType::F32),
-        _ => (EmbeddingType::F16, DType::F16),
+fn embedding(config: &TextConfig, precision: &Precision) -> Embedding {
+    let dtype = match precision.weights {
+        WeightFormat::F32 => EmbeddingType::F32,
+        _ => EmbeddingType::F16,
     };
-    let tensor = weights.tensor(EMBEDDING_TABLE, &[rows, width])?;
-    let file = "embedding.bin".to_owned();
-    let table = RawFile { path: file.clone(), tensor, dtype: stored };
-    Ok((Embedding { file, dtype, rows, width }, table))
+    Embedding::new(dtype, config.vocab_size, config.hidden_size)
 }
 
 /// Published checkpoints have the tokenizer in a processor's folder. The tokens of the template must be tokens of it: cut to
