@@ -15,7 +15,7 @@ use serde::Deserialize;
 
 use self::{
     config::{Config, ModelIndex, TextConfig},
-    parameters::{Graphs, MAX_TEXT_LENGTH, Parameters, PostStage, Template},
+    parameters::{Graphs, MAX_TEXT_LENGTH, Parameters, Template},
     transformer::Transformer,
     vae::Decoder,
 };
@@ -268,23 +268,20 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, QwenImageError> {
     let table = embedding.table(&weights, EMBEDDING_TABLE)?;
     let mut stages = vec![StageGraph::new("text_encoder", "text_encoder", encoder)];
     stages.extend(transformer_stages(request, &settings, &constants)?);
-    let decoder = decoder_stages(request, config, &settings.vae.cuts, &constants)?;
-    let post_stages = vae::post_stages(&settings.config.vae, &settings.vae.cuts);
-    stages.extend(decoder);
-    let parameters = parameters(settings, &constants, embedding, post_stages);
-    parameters.check().map_err(|problem| QwenImageError::Config { place: PARAMETERS.to_owned(), problem })?;
-    Ok(Authored {
-        stages,
-        raw_files: vec![table],
-        copied_folders: vec![tokenizer],
-        parameters: serde_json::to_value(parameters).unwrap_or_default(),
-    })
+    stages.extend(decoder_stages(request, &settings, &constants)?);
+    let parameters = parameters(settings, &constants, embedding)?;
+    Ok(Authored { stages, raw_files: vec![table], copied_folders: vec![tokenizer], parameters })
 }
 
-/// The decoder's stages alone: the family's [`super::Architecture::author_decoder`].
-pub fn author_decoder(request: &Authoring<'_>, cuts: &[usize]) -> Result<Vec<StageGraph>, QwenImageError> {
+/// The decoder alone: the family's [`super::Architecture::author_decoder`].
+pub fn author_decoder(request: &Authoring<'_>, cuts: &[usize]) -> Result<Authored, QwenImageError> {
     let constants = Constants::with_fault(request.fault);
-    decoder_stages(request, &Settings::of(request)?.config, cuts, &constants)
+    let mut settings = Settings::of(request)?;
+    settings.vae.cuts = cuts.to_vec();
+    let stages = decoder_stages(request, &settings, &constants)?;
+    let embedding = embedding(&settings.config.text, &request.profile.component("text_encoder"));
+    let parameters = parameters(settings, &constants, embedding)?;
+    Ok(Authored { stages, raw_files: Vec::new(), copied_folders: Vec::new(), parameters })
 }
 
 /// Weights of the text stack by their names in it. The whole language model has other names before them, and weights
@@ -330,14 +327,14 @@ fn transformer_stages(
 
 fn decoder_stages(
     request: &Authoring<'_>,
-    config: &Config,
-    cuts: &[usize],
+    settings: &Settings,
     constants: &Constants,
 ) -> Result<Vec<StageGraph>, QwenImageError> {
     let weights = request.weights("vae")?;
     let precision = request.profile.component(COMPONENT);
-    let decoder = Decoder { config: &config.vae, weights: &weights, precision: &precision, constants };
-    decoder.stages(cuts)
+    let decoder =
+        Decoder { config: &settings.config.vae, weights: &weights, precision: &precision, constants };
+    decoder.stages(&settings.vae.cuts)
 }
 
 const EMBEDDING_TABLE: &str = "embed_tokens.weight";
@@ -381,17 +378,18 @@ fn special_tokens(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
+/// What `bundle.json` holds.
 fn parameters(
     settings: Settings,
     constants: &Constants,
     embedding: Embedding,
-    post_stages: Vec<PostStage>,
-) -> Parameters {
+) -> Result<serde_json::Value, QwenImageError> {
     let Settings { config, text, graphs, vae, steps } = settings;
     let Config { text: encoder, transformer, vae: decoder, scheduler, model_index } = config;
     let TextSection { length, system, before, after } = text;
     let pixels_per_token = decoder.downscale();
-    Parameters {
+    let post_stages = vae::post_stages(&decoder, &vae.cuts);
+    let parameters = Parameters {
         text: parameters::Text {
             length,
             template: Template { system, before, after },
@@ -429,5 +427,7 @@ fn parameters(
                 terminal: scheduler.shift_terminal,
             },
         },
-    }
+    };
+    parameters.check().map_err(|problem| QwenImageError::Config { place: PARAMETERS.to_owned(), problem })?;
+    Ok(serde_json::to_value(parameters).unwrap_or_default())
 }
