@@ -303,6 +303,36 @@ fn cuts_of_the_decoder_are_compared_before_the_export() {
     assert!(told.contains(" 1 (as planned)") && told.contains("1,2,3"), "{told}");
 }
 
+/// The largest of the decoder's stages, in bytes of a device whose memory is one.
+fn decoder_peak(report: &Value) -> u64 {
+    let stages = report["stages"].as_array().unwrap().iter();
+    let own = stages.filter(|stage| stage["name"].as_str().unwrap().starts_with("vae_"));
+    let bytes = |stage: &Value, part: &str| stage["predicted"][part].as_u64().unwrap();
+    own.map(|stage| bytes(stage, "device") + bytes(stage, "host")).max().unwrap()
+}
+
+#[test]
+fn compared_cuts_take_what_a_model_takes_that_is_cut_so() {
+    for (name, all) in [("flux2-klein-4b", 3), ("qwen-image-2.1", 4)] {
+        // The second budget asks for chunks and strips.
+        for budget in ["", "--budget 10GiB"] {
+            let with = |cuts: &str| {
+                json_from(recipe(name, &format!("{budget} --set vae_decoder.cuts={cuts} --json")))
+            };
+            let compared = cuts_of(&with("2"));
+            assert_eq!(
+                compared.iter().map(|(cuts, _)| cuts.as_array().unwrap().len()).collect::<Vec<_>>(),
+                [0, 1, all]
+            );
+            for (cuts, peak) in compared {
+                let planned = with(cuts.to_string().trim_matches(['[', ']']));
+                assert_eq!(planned["chain"]["complete"], true, "{:?}", unknown(&planned));
+                assert_eq!(peak, decoder_peak(&planned), "{name} {budget} {cuts}");
+            }
+        }
+    }
+}
+
 #[test]
 fn cuts_that_fit_are_named_as_they_are_set() {
     // At this size the decoder takes more than any other stage.

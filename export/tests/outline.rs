@@ -273,7 +273,7 @@ fn illegal_pictures_have_no_sizes() {
 fn the_decoder_can_be_cut_otherwise() {
     let outline = outline("flux2-klein-4b", "q8", &[]).unwrap();
     let names = |cuts: &[usize]| {
-        let stages = outline.decoder_stages(cuts).unwrap();
+        let stages = outline.decoder(cuts).unwrap().stages;
         let bytes: u64 = stages.iter().map(|stage| weight_bytes(&stage.model)).sum();
         (stages.into_iter().map(|stage| stage.name).collect::<Vec<_>>(), bytes)
     };
@@ -285,8 +285,23 @@ fn the_decoder_can_be_cut_otherwise() {
     // The recipe's own: the stages of the outline.
     let (own, _) = names(&[1]);
     assert!(outline.stage_names().ends_with(&own.iter().map(String::as_str).collect::<Vec<_>>()));
-    for stage in outline.decoder_stages(&[1]).unwrap() {
+    for stage in outline.decoder(&[1]).unwrap().stages {
         assert_eq!(facts(&stage.model.graph), facts(&outline.model(&stage.name).unwrap().graph));
+    }
+}
+
+/// Stages and parameters are those of an outline that is cut so from the start.
+#[test]
+fn a_decoder_that_is_cut_otherwise_has_the_parameters_of_its_cuts() {
+    for (recipe, most) in [("flux2-klein-4b", "1,2,3"), ("qwen-image-2.1", "1,2,3,4")] {
+        let own = outline(recipe, "q8", &[]).unwrap();
+        for set in ["", "2", most] {
+            let whole = outline(recipe, "q8", &[("vae_decoder.cuts", set)]).unwrap();
+            let cuts: Vec<usize> = set.split(',').filter_map(|cut| cut.parse().ok()).collect();
+            let decoder = own.decoder(&cuts).unwrap();
+            assert_eq!(decoder.parameters, whole.parameters, "{recipe} {set}");
+            assert!(whole.stage_names().ends_with(&decoder.stage_names()), "{recipe} {set}");
+        }
     }
 }
 
@@ -294,7 +309,7 @@ fn the_decoder_can_be_cut_otherwise() {
 #[test]
 fn what_the_decoder_hands_over_is_not_yet_upsampled() {
     let outline = outline("flux2-klein-4b", "q8", &[]).unwrap();
-    let stages = outline.decoder_stages(&[1, 3]).unwrap();
+    let stages = outline.decoder(&[1, 3]).unwrap().stages;
     let handed = [("vae_up0_res", 512, "mid"), ("vae_up2_res", 256, "up1")];
     for (pair, (name, channels, place)) in stages[2..].windows(2).zip(handed) {
         let [before, after] = [&pair[0].model.graph, &pair[1].model.graph];

@@ -2,16 +2,27 @@
 
 use serde::Serialize;
 use viaduct_export::{
-    arch::SizesRequest,
-    bundle::{ExportError, Outline},
+    arch::{SizesError, SizesRequest},
+    bundle::{BundleError, ExportError, Outline},
 };
 
-use crate::plan::{Budget, Plan, PlannedModel};
+use crate::plan::{Budget, PlannedModel};
 
 /// The recipe's value that says before which up blocks a new stage begins.
 const CUTS: [&str; 2] = ["vae_decoder", "cuts"];
 /// No decoder has more up blocks; a family leaves out those that are not there.
 const MOST_UP_BLOCKS: usize = 32;
+
+/// Why cuts cannot be compared.
+#[derive(Debug, thiserror::Error)]
+pub enum CutsError {
+    #[error(transparent)]
+    Export(#[from] ExportError),
+    #[error(transparent)]
+    Bundle(#[from] BundleError),
+    #[error(transparent)]
+    Sizes(#[from] SizesError),
+}
 
 /// One way to cut the image decoder.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -49,29 +60,30 @@ impl DecoderCuts {
     }
 }
 
-/// Plans the decoder with the recipe's own cuts, with none, and with all that there are, for a picture that has sizes.
+/// Plans the decoder with the recipe's own cuts, with none, and with all that there are, on the model's device.
 pub fn compare_cuts(
     outline: &Outline,
     model: &PlannedModel<'_>,
     picture: &SizesRequest,
     budget: Budget,
-) -> Result<Vec<DecoderCuts>, ExportError> {
+) -> Result<Vec<DecoderCuts>, CutsError> {
     let every: Vec<usize> = (1..MOST_UP_BLOCKS).collect();
-    let possible = outline.decoder_stages(&every)?.len().saturating_sub(outline.decoder_stages(&[])?.len());
+    let stages = |cuts: &[usize]| Ok::<_, CutsError>(outline.decoder(cuts)?.stages.len());
+    let possible = stages(&every)?.saturating_sub(stages(&[])?);
     let all: Vec<usize> = (1..=possible).collect();
     let own: Vec<usize> = all.iter().copied().filter(|cut| own_cuts(outline).contains(cut)).collect();
     let mut candidates = vec![own.clone(), Vec::new(), all];
     candidates.sort_by_key(Vec::len);
     candidates.dedup();
     let plan = |cuts: Vec<usize>| {
-        let stages = outline.decoder_stages(&cuts)?.into_iter();
-        let graphs: Vec<_> = stages.map(|stage| (stage.name, stage.model)).collect();
-        let sizes = |settings: &_| model.sizes(picture, settings).unwrap_or_default();
-        let plan = Plan::new(&graphs, &sizes, model.device(), budget, 0);
+        // Its symbols are those of its cuts, and the sizes must be, too.
+        let decoder = outline.decoder(&cuts)?;
+        let decoder = PlannedModel::new(&decoder, model.device().clone(), budget)?;
+        let plan = decoder.plan(picture)?;
         let largest = plan.largest();
         Ok(DecoderCuts {
             own: cuts == own,
-            stages: graphs.len(),
+            stages: plan.stages.len(),
             largest: largest.map(|stage| stage.name.clone()).unwrap_or_default(),
             peak: largest.map_or(0, |stage| budget.counted(stage.predicted)),
             fits: plan.offender().is_none(),

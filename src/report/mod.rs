@@ -22,7 +22,7 @@ use crate::{
 pub(crate) use self::table::aligned;
 pub use self::{
     chart::{MAX_STAGES, chart},
-    cuts::{DecoderCuts, compare_cuts},
+    cuts::{CutsError, DecoderCuts, compare_cuts},
     subject::Subject,
     table::table,
 };

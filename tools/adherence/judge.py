@@ -38,6 +38,13 @@ class Judge:
         for label in self.labels:
             self.asked |= {on_background(label, colour): (label, colour) for colour in PALETTE}
 
+    def asks(self, prompts):
+        """The label and the background colour that each prompt names."""
+        unknown = [prompt for prompt in prompts if prompt not in self.asked]
+        if unknown:
+            raise SystemExit(f"no picture is known for {unknown[0]!r}: a prompt is a label of labels.txt, with or without \"on a COLOUR background\"")
+        return [self.asked[prompt] for prompt in prompts]
+
     def look(self, picture):
         """A picture in 0..1 [height, width, 3] -> the label and the background colour that it shows."""
         rows, columns = ([part, slice(-part.stop, None)] for part in (slice(CORNER), slice(CORNER)))
@@ -53,6 +60,6 @@ class Judge:
     def scores(self, prompts, pictures):
         """Shares of pictures that show the label, and the background colour, that their prompts name: a label of labels.txt, on white
         or with "on a COLOUR background"."""
-        asked = np.array([self.asked[prompt] for prompt in prompts])
+        asked = np.array(self.asks(prompts))
         seen = np.array([self.look(picture) for picture in pictures])
         return (asked == seen).mean(0)

@@ -352,6 +352,8 @@ def main() -> None:
 
     model, good = args.fixture / "model", True
     if not args.check:
+        if args.fixture.name not in FIXTURES:
+            parser.error(f"{args.fixture}: no such fixture; known are {', '.join(FIXTURES)}")
         build(FIXTURES[args.fixture.name], model)
     pipe = open_pipeline(model)
     for path in sorted(args.fixture.glob("*/request.json")):

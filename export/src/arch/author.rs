@@ -272,6 +272,7 @@ pub fn whole_weight(part: &str) -> &str {
     part.split_once(PART).map_or(part, |(weight, _)| weight)
 }
 
-fn in_tensor<T>(tensor: &str, result: Result<T, QuantError>) -> Result<T, AuthorError> {
+/// Says which weight could not be converted.
+pub fn in_tensor<T>(tensor: &str, result: Result<T, QuantError>) -> Result<T, AuthorError> {
     result.map_err(|source| AuthorError::Quant { tensor: tensor.to_owned(), source })
 }

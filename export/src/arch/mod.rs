@@ -196,9 +196,9 @@ pub struct Architecture {
     /// Whether a checkpoint folder holds this family.
     pub detects: fn(&Path) -> bool,
     pub author: fn(&Authoring<'_>) -> Result<Authored, ArchError>,
-    /// The stages of the image decoder alone, cut before the given up blocks whatever the recipe says: cheap enough
-    /// to compare cuts.
-    pub author_decoder: fn(&Authoring<'_>, &[usize]) -> Result<Vec<StageGraph>, ArchError>,
+    /// The stages of the image decoder alone, cut before the given up blocks whatever the recipe says, and the parameters of
+    /// a bundle that is cut so; no files. Cheap enough to compare cuts.
+    pub author_decoder: fn(&Authoring<'_>, &[usize]) -> Result<Authored, ArchError>,
     /// What is drawn where nothing else is asked for, by a bundle's parameters.
     pub usual: fn(&serde_json::Value) -> Result<SizesRequest, SizesError>,
     /// Sizes of all symbols of all stages, from a bundle's parameters and what is to be drawn.

@@ -2,10 +2,17 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::RawFile;
+use crate::{
+    onnx::DType,
+    weights::{Checkpoint, WeightsError},
+};
+
 /// What a bundle's parameters are called in messages of an export: they follow from configs and recipe.
 pub const PARAMETERS: &str = "what the configs and the recipe make of the bundle's parameters";
 
-/// A row-major table [rows, width] in a file of the bundle, read row by row on the host.
+/// A row-major table [rows, width] in a file of the bundle, read row by row on the host: it gathers the few rows that a
+/// prompt needs from the mapped file, and a table of up to more than a gigabyte never reaches the device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Embedding {
     pub file: String,
@@ -19,6 +26,22 @@ pub struct Embedding {
 pub enum EmbeddingType {
     F32,
     F16,
+}
+
+impl Embedding {
+    pub fn new(dtype: EmbeddingType, rows: usize, width: usize) -> Embedding {
+        Embedding { file: "embedding.bin".to_owned(), dtype, rows, width }
+    }
+
+    /// The table's file, of the weight with that name.
+    pub fn table(&self, weights: &Checkpoint, key: &str) -> Result<RawFile, WeightsError> {
+        let tensor = weights.tensor(key, &[self.rows, self.width])?;
+        let dtype = match self.dtype {
+            EmbeddingType::F32 => DType::F32,
+            EmbeddingType::F16 => DType::F16,
+        };
+        Ok(RawFile { path: self.file.clone(), tensor, dtype })
+    }
 }
 
 /// Which half of the time embedding comes first.

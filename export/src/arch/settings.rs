@@ -1,4 +1,4 @@
-//! Checks of numbers that several families read from configs and recipes.
+//! Checks of numbers that several families read from configs, recipes and bundles.
 
 /// The recipe's value with the up blocks before which a stage of the decoder begins.
 pub const CUTS: &str = "vae_decoder.cuts";
@@ -6,6 +6,14 @@ pub const CUTS: &str = "vae_decoder.cuts";
 /// Whether a rotary base makes angles.
 pub fn is_base(theta: f64) -> bool {
     theta.is_finite() && theta > 0.0
+}
+
+/// Refuses what is no rotary base among a bundle's parameters.
+pub fn check_base(key: &str, theta: f64) -> Result<(), String> {
+    match is_base(theta) {
+        true => Ok(()),
+        false => Err(format!("{key} is {theta}; expected a finite number above 0")),
+    }
 }
 
 /// Whether a norm can add it to a variance.

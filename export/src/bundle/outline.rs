@@ -79,10 +79,21 @@ impl Outline {
         })
     }
 
-    /// The stages of the image decoder alone as they would be with other cuts (the recipe's `vae_decoder.cuts`).
-    pub fn decoder_stages(&self, cuts: &[usize]) -> Result<Vec<StageGraph>, ExportError> {
+    /// The image decoder alone as it would be with other cuts (the recipe's `vae_decoder.cuts`, which stay in the recipe):
+    /// its stages, and the parameters that give their symbols sizes.
+    pub fn decoder(&self, cuts: &[usize]) -> Result<Outline, ExportError> {
         let authoring = authoring(&self.recipe, &self.profile, self.folder.as_deref())?;
-        Ok((self.architecture.author_decoder)(&authoring, cuts)?)
+        let Authored { stages, parameters, .. } = (self.architecture.author_decoder)(&authoring, cuts)?;
+        Ok(Outline {
+            family: self.family,
+            recipe: self.recipe.clone(),
+            profile: self.profile.clone(),
+            parameters,
+            stages,
+            raw_files: Vec::new(),
+            architecture: self.architecture,
+            folder: self.folder.clone(),
+        })
     }
 }
 

@@ -2,6 +2,7 @@
 
 pub mod attention;
 pub mod decoder_layer;
+pub mod image_decoder;
 pub mod mlp;
 pub mod norm;
 pub mod resnet;

@@ -15,8 +15,19 @@ pub fn conv(
     kernel: usize,
 ) -> Result<ValueId, AuthorError> {
     let x = a.to_compute(x);
-    let name = format!("{prefix}.weight");
-    let weight = a.weight(&name, &[outputs, inputs, kernel, kernel], a.compute())?;
+    let weight = a.weight(&format!("{prefix}.weight"), &[outputs, inputs, kernel, kernel], a.compute())?;
+    conv_of(a, x, prefix, weight, outputs, kernel)
+}
+
+/// [`conv`] with a weight [outputs, inputs, kernel, kernel] that the graph has already; it and `x` are of the compute type.
+pub fn conv_of(
+    a: &mut Author<'_>,
+    x: ValueId,
+    prefix: &str,
+    weight: ValueId,
+    outputs: usize,
+    kernel: usize,
+) -> Result<ValueId, AuthorError> {
     let bias = a.weight(&format!("{prefix}.bias"), &[outputs], a.compute())?;
     let (pad, kernel) = ((kernel / 2) as i64, kernel as i64);
     let attributes =

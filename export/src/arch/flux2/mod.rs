@@ -16,21 +16,24 @@ use std::path::Path;
 use serde::Deserialize;
 
 use self::{
-    config::Config,
+    config::{Config, TextConfig},
     form::Form,
     parameters::{MAX_TEXT_LENGTH, Parameters, TextIds},
 };
 use super::{
-    Authored, Authoring, CopiedFolder, MAX_STEPS, RawFile, SizesError, SizesRequest, StageGraph, TextRows,
+    Authored, Authoring, CopiedFolder, MAX_STEPS, SizesError, SizesRequest, StageGraph, TextRows,
     author::AuthorError,
-    blocks::rope::Pairing,
+    blocks::{
+        image_decoder::{ATTENTION_STAGE, COMPONENT, POST_STAGE},
+        rope::Pairing,
+    },
     parameters::{Embedding, EmbeddingType, PARAMETERS, TimeOrder},
     settings::{CUTS, check_cuts},
 };
 use crate::{
     recipe::{CONFIGS, Compute, RecipeError},
     shapes::Sizes,
-    weights::{Checkpoint, WeightsError},
+    weights::WeightsError,
 };
 
 #[derive(Debug, thiserror::Error)]
@@ -177,7 +180,8 @@ impl Settings {
 
 /// Authors every stage of a checkpoint in diffusers layout.
 pub fn author(request: &Authoring<'_>) -> Result<Authored, Flux2Error> {
-    let Settings { config, text, vae, schedule } = Settings::of(request)?;
+    let settings = Settings::of(request)?;
+    let Settings { config, text, .. } = &settings;
     let constants = Constants::with_fault(request.fault);
     let profile = request.profile;
 
@@ -185,7 +189,9 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, Flux2Error> {
     let shape = text_encoder::Shape { taps: &text.taps, length: text.length };
     let precision = profile.component("text_encoder");
     let encoder = text_encoder::author(&config.text, &shape, &weights, &precision)?;
-    let (embedding, table) = embedding(&config, &weights, precision.compute)?;
+    let embedding = embedding(&config.text, precision.compute);
+    let table =
+        embedding.table(&weights, &format!("{}embed_tokens.weight", text_encoder::key_prefix(&weights)))?;
 
     let weights = request.weights("transformer")?;
     let precision = profile.component("transformer");
@@ -198,12 +204,44 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, Flux2Error> {
         StageGraph::new("modulation", "transformer", modulation),
         StageGraph::new("transformer", "transformer", transformer),
     ];
-    let decoder = decoder_stages(request, &config, &vae.cuts)?;
-    let attends = decoder.iter().any(|stage| stage.name == vae::ATTENTION_STAGE);
+    let decoder = decoder_stages(request, config, &settings.vae.cuts)?;
+    let parameters = parameters(settings, &constants, embedding, &decoder)?;
+    stages.extend(decoder);
+    let copied_folders = vec![CopiedFolder::whole("tokenizer")];
+    Ok(Authored { stages, raw_files: vec![table], copied_folders, parameters })
+}
+
+/// The decoder alone: the family's [`super::Architecture::author_decoder`].
+pub fn author_decoder(request: &Authoring<'_>, cuts: &[usize]) -> Result<Authored, Flux2Error> {
+    let settings = Settings::of(request)?;
+    let stages = decoder_stages(request, &settings.config, cuts)?;
+    let precision = request.profile.component("text_encoder");
+    let embedding = embedding(&settings.config.text, precision.compute);
+    let parameters = parameters(settings, &Constants::with_fault(request.fault), embedding, &stages)?;
+    Ok(Authored { stages, raw_files: Vec::new(), copied_folders: Vec::new(), parameters })
+}
+
+fn decoder_stages(
+    request: &Authoring<'_>,
+    config: &Config,
+    cuts: &[usize],
+) -> Result<Vec<StageGraph>, Flux2Error> {
+    let weights = request.weights("vae")?;
+    vae::author(&config.vae, cuts, &weights, &request.profile.component(COMPONENT))
+}
+
+/// What `bundle.json` holds of a model with these stages of the decoder.
+fn parameters(
+    settings: Settings,
+    constants: &Constants,
+    embedding: Embedding,
+    decoder: &[StageGraph],
+) -> Result<serde_json::Value, Flux2Error> {
+    let Settings { config, text, vae, schedule } = settings;
+    let attends = decoder.iter().any(|stage| stage.name == ATTENTION_STAGE);
     let attention_rows = attends.then_some(vae.attention_rows);
     let names = decoder.iter().map(|stage| stage.name.clone());
-    let post_stages = names.filter(|name| name.starts_with(vae::POST_STAGE)).collect();
-    stages.extend(decoder);
+    let post_stages = names.filter(|name| name.starts_with(POST_STAGE)).collect();
     let parameters = Parameters {
         text: parameters::Text {
             length: text.length,
@@ -218,7 +256,7 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, Flux2Error> {
             channels: config.transformer.in_channels,
             blocks: [config.transformer.num_layers, config.transformer.num_single_layers],
             width: config.transformer.width(),
-            axes: config.transformer.axes_dims_rope.clone(),
+            axes: config.transformer.axes_dims_rope,
             rope_theta: config.transformer.rope_theta,
             time_channels: config.transformer.timestep_guidance_channels,
             time_order: constants.time_order,
@@ -234,26 +272,7 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, Flux2Error> {
         schedule,
     };
     parameters.check().map_err(|problem| Flux2Error::Config { place: PARAMETERS.to_owned(), problem })?;
-    Ok(Authored {
-        stages,
-        raw_files: vec![table],
-        copied_folders: vec![CopiedFolder::whole("tokenizer")],
-        parameters: serde_json::to_value(parameters).unwrap_or_default(),
-    })
-}
-
-/// The decoder's stages alone: the family's [`super::Architecture::author_decoder`].
-pub fn author_decoder(request: &Authoring<'_>, cuts: &[usize]) -> Result<Vec<StageGraph>, Flux2Error> {
-    decoder_stages(request, &Settings::of(request)?.config, cuts)
-}
-
-fn decoder_stages(
-    request: &Authoring<'_>,
-    config: &Config,
-    cuts: &[usize],
-) -> Result<Vec<StageGraph>, Flux2Error> {
-    let weights = request.weights("vae")?;
-    vae::author(&config.vae, cuts, &weights, &request.profile.component(vae::COMPONENT))
+    Ok(serde_json::to_value(parameters).unwrap_or_default())
 }
 
 /// The checkpoint's own picture size, cut to what the model can draw.
@@ -262,23 +281,12 @@ fn default_side(vae: &config::VaeConfig) -> usize {
     (vae.sample_size.unwrap_or(1024).clamp(multiple, 4096) / multiple) * multiple
 }
 
-/// The embedding table stays a plain file: the host gathers the few rows that a prompt needs from the mapped file,
-/// and a table of hundreds of megabytes never reaches the device.
-fn embedding(
-    config: &Config,
-    weights: &Checkpoint,
-    compute: Compute,
-) -> Result<(Embedding, RawFile), Flux2Error> {
-    let (rows, width) = (config.text.vocab_size, config.text.hidden_size);
-    let key = format!("{}embed_tokens.weight", text_encoder::key_prefix(weights));
+fn embedding(config: &TextConfig, compute: Compute) -> Embedding {
     let dtype = match compute {
         Compute::F32 => EmbeddingType::F32,
         Compute::F16 => EmbeddingType::F16,
     };
-    let tensor = weights.tensor(&key, &[rows, width])?;
-    let file = "embedding.bin".to_owned();
-    let table = RawFile { path: file.clone(), tensor, dtype: compute.dtype() };
-    Ok((Embedding { file, dtype, rows, width }, table))
+    Embedding::new(dtype, config.vocab_size, config.hidden_size)
 }
 
 fn check_settings(

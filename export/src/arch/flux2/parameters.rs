@@ -6,6 +6,7 @@ use crate::{
     arch::{
         MAX_STEPS,
         parameters::{Embedding, TimeOrder},
+        settings::check_base,
     },
     picture::Size,
     shapes::Sizes,
@@ -105,6 +106,8 @@ impl Parameters {
         if let Some(axis) = transformer.axes.iter().find(|axis| **axis > 1 << 16) {
             return Err(format!("an axis of transformer.axes is {axis}"));
         }
+        check_base("text.rope_theta", text.rope_theta)?;
+        check_base("transformer.rope_theta", transformer.rope_theta)?;
         if !vae.pixels_per_token.is_multiple_of(vae.downscale) {
             let (pixels, downscale) = (vae.pixels_per_token, vae.downscale);
             return Err(format!("vae.pixels_per_token {pixels} is no multiple of vae.downscale {downscale}"));
@@ -191,6 +194,22 @@ mod tests {
         ];
         let expected = Sizes::from(expected.map(|(name, size)| (name.to_owned(), size)));
         assert_eq!(parameters().sizes(size, 4, 0), expected);
+    }
+
+    #[test]
+    fn rotary_bases_that_make_no_angles_are_refused() {
+        parameters().check().unwrap();
+        for theta in [0.0, -1e4, f64::NAN, f64::INFINITY] {
+            let mut text = parameters();
+            text.text.rope_theta = theta;
+            let mut transformer = parameters();
+            transformer.transformer.rope_theta = theta;
+            for (key, parameters) in [("text", text), ("transformer", transformer)] {
+                let problem = parameters.check().unwrap_err();
+                let expected = format!("{key}.rope_theta is {theta}; expected a finite number above 0");
+                assert_eq!(problem, expected);
+            }
+        }
     }
 
     #[test]

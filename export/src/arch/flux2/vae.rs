@@ -2,12 +2,15 @@
 //! query rows, and what follows it, cut so that the largest activations stand alone. Source: diffusers'
 //! AutoencoderKLFlux2 and Decoder.
 
+use std::ops::Range;
+
 use super::{Flux2Error, config::VaeConfig};
 use crate::{
     arch::{
         StageGraph,
         author::{Author, Linear},
         blocks::{
+            image_decoder::{ATTENTION_STAGE, COMPONENT, POST_STAGE, attention, blocks_of_stages, map},
             norm::{Groups, group_norm},
             resnet::{conv, norm_silu_conv, resnet_block, upsample_nearest},
         },
@@ -19,14 +22,7 @@ use crate::{
 
 /// Group-norm epsilon of diffusers' autoencoder blocks.
 const EPS: f32 = 1e-6;
-/// The component of all stages here.
-pub const COMPONENT: &str = "vae_decoder";
 const ATTENTION: &str = "decoder.mid_block.attentions.0";
-
-/// Name of the middle attention's stage, if there is one.
-pub const ATTENTION_STAGE: &str = "vae_attention";
-/// Names of the stages after it are this and a number from 0.
-pub const POST_STAGE: &str = "vae_post";
 
 /// What all stages share.
 struct Decoder<'a> {
@@ -47,36 +43,22 @@ pub fn author(
     let groups = Groups { count: config.norm_num_groups, eps: EPS };
     let decoder = Decoder { config, weights, precision, groups };
     let levels = config.decoder_channels().len();
-    let mut starts: Vec<usize> = cuts.iter().copied().filter(|cut| (1..levels).contains(cut)).collect();
-    starts.insert(0, 0);
-    starts.sort_unstable();
-    starts.dedup();
-    let ends = starts.iter().skip(1).copied().chain([levels]);
-    let post = starts.iter().zip(ends).enumerate().map(|(i, (start, end))| {
+    let post = blocks_of_stages(levels, cuts).into_iter().enumerate().map(|(i, blocks)| {
         let name = format!("{POST_STAGE}{i}");
-        Ok(StageGraph::new(&name, COMPONENT, decoder.post(&name, *start, end)?))
+        Ok(StageGraph::new(&name, COMPONENT, decoder.post(&name, blocks)?))
     });
     let mut stages = vec![StageGraph::new("vae_pre", COMPONENT, decoder.pre()?)];
     if config.mid_block_add_attention {
-        stages.push(StageGraph::new(ATTENTION_STAGE, COMPONENT, decoder.attention()));
+        let attention = attention(decoder.author(ATTENTION_STAGE), decoder.middle());
+        stages.push(StageGraph::new(ATTENTION_STAGE, COMPONENT, attention));
     }
     stages.extend(post.collect::<Result<Vec<_>, Flux2Error>>()?);
     Ok(stages)
 }
 
-fn map(channels: usize, [height, width]: [&str; 2]) -> [Dim; 4] {
-    let symbol = |name: &str| Dim::Symbol(name.to_owned());
-    [Dim::Fixed(1), Dim::Fixed(channels), symbol(height), symbol(width)]
-}
-
 /// Name of what a stage hands over that ends with an up block: the output of its resnets, before its upsampling.
 fn handed_over(level: usize) -> String {
     format!("vae_up{level}_res")
-}
-
-/// Rows of the attention: [1, name, channels].
-fn sequence(name: &str, channels: usize) -> [Dim; 3] {
-    [Dim::Fixed(1), Dim::Symbol(name.to_owned()), Dim::Fixed(channels)]
 }
 
 impl Decoder<'_> {
@@ -176,26 +158,12 @@ impl Decoder<'_> {
         Ok(a.linear(x, &Linear { weight: &weight, bias: Some(&bias), inputs: channels, outputs: channels })?)
     }
 
-    /// Inputs: `q_chunk` [1,rows,C], `kt` [1,C,T], `v` [1,T,C]. Output: `attn_chunk` [1,rows,C]. All f32.
-    fn attention(&self) -> Model {
-        let channels = self.middle();
-        let mut a = self.author(ATTENTION_STAGE);
-        let q = a.graph.input("q_chunk", DType::F32, &sequence("chunk_rows", channels));
-        let [one, rows, width] = sequence("kv_rows", channels);
-        let kt = a.graph.input("kt", DType::F32, &[one, width, rows]);
-        let v = a.graph.input("v", DType::F32, &sequence("kv_rows", channels));
-        let scores = a.graph.matmul(q, kt);
-        let weights = a.graph.op("Softmax", &[scores], &[("axis", Attribute::Int(-1))]);
-        let y = a.graph.matmul(weights, v);
-        a.graph.output(y, "attn_chunk", &sequence("chunk_rows", channels));
-        a.finish()
-    }
-
     /// The resnets of up blocks `start..end`, each after the upsampling of the block before: after the rest of the middle
     /// block if they are the first, and before the output convolution if they are the last. The first takes
     /// `vae_mid_res0` and `attn` [1,h,w,C] f32, the others the output of the stage before, not yet upsampled: a quarter of
     /// what it will be. The last gives `image_raw` [1,3,H,W] f32 in [-1, 1].
-    fn post(&self, name: &str, start: usize, end: usize) -> Result<Model, Flux2Error> {
+    fn post(&self, name: &str, blocks: Range<usize>) -> Result<Model, Flux2Error> {
+        let Range { start, end } = blocks;
         let levels = self.config.decoder_channels().len();
         let mut a = self.author(name);
         let mut x = match start {

@@ -301,7 +301,8 @@ impl Config {
             ),
             (
                 vae,
-                channels.windows(2).all(|pair| pair[1] * 4 % pair[0] == 0),
+                // All rules are evaluated: the one before does not keep zeros from this one.
+                channels.windows(2).all(|pair| pair[0] > 0 && pair[1].saturating_mul(4) % pair[0] == 0),
                 "an up block has more than four times the channels that it gives",
             ),
             (

@@ -14,22 +14,21 @@ use std::path::Path;
 use serde::Deserialize;
 
 use self::{
-    config::{Config, ModelIndex},
-    parameters::{Graphs, MAX_TEXT_LENGTH, Parameters, PostStage, Template},
+    config::{Config, ModelIndex, TextConfig},
+    parameters::{Graphs, MAX_TEXT_LENGTH, Parameters, Template},
     transformer::Transformer,
     vae::Decoder,
 };
 use super::{
-    Authored, Authoring, CopiedFiles, CopiedFolder, MAX_STEPS, RawFile, SizesError, SizesRequest, Source,
-    StageGraph, TextRows,
+    Authored, Authoring, CopiedFiles, CopiedFolder, MAX_STEPS, SizesError, SizesRequest, Source, StageGraph,
+    TextRows,
     author::AuthorError,
-    blocks::rope::Pairing,
+    blocks::{image_decoder::COMPONENT, rope::Pairing},
     parameters::{Embedding, EmbeddingType, PARAMETERS, TimeOrder},
     settings::{CUTS, check_cuts},
     tokenizer::{AddedTokens, TOKENS},
 };
 use crate::{
-    onnx::DType,
     recipe::{CONFIGS, Precision, RecipeError, WeightFormat},
     shapes::Sizes,
     weights::{Checkpoint, WeightsError, read_json},
@@ -265,26 +264,24 @@ pub fn author(request: &Authoring<'_>) -> Result<Authored, QwenImageError> {
     let weights = text_weights(request)?;
     let precision = request.profile.component("text_encoder");
     let encoder = text_encoder::author(&config.text, &weights, &precision, &constants)?;
-    let (embedding, table) = embedding(config, &weights, &precision)?;
+    let embedding = embedding(&config.text, &precision);
+    let table = embedding.table(&weights, EMBEDDING_TABLE)?;
     let mut stages = vec![StageGraph::new("text_encoder", "text_encoder", encoder)];
     stages.extend(transformer_stages(request, &settings, &constants)?);
-    let decoder = decoder_stages(request, config, &settings.vae.cuts, &constants)?;
-    let post_stages = vae::post_stages(&settings.config.vae, &settings.vae.cuts);
-    stages.extend(decoder);
-    let parameters = parameters(settings, &constants, embedding, post_stages);
-    parameters.check().map_err(|problem| QwenImageError::Config { place: PARAMETERS.to_owned(), problem })?;
-    Ok(Authored {
-        stages,
-        raw_files: vec![table],
-        copied_folders: vec![tokenizer],
-        parameters: serde_json::to_value(parameters).unwrap_or_default(),
-    })
+    stages.extend(decoder_stages(request, &settings, &constants)?);
+    let parameters = parameters(settings, &constants, embedding)?;
+    Ok(Authored { stages, raw_files: vec![table], copied_folders: vec![tokenizer], parameters })
 }
 
-/// The decoder's stages alone: the family's [`super::Architecture::author_decoder`].
-pub fn author_decoder(request: &Authoring<'_>, cuts: &[usize]) -> Result<Vec<StageGraph>, QwenImageError> {
+/// The decoder alone: the family's [`super::Architecture::author_decoder`].
+pub fn author_decoder(request: &Authoring<'_>, cuts: &[usize]) -> Result<Authored, QwenImageError> {
     let constants = Constants::with_fault(request.fault);
-    decoder_stages(request, &Settings::of(request)?.config, cuts, &constants)
+    let mut settings = Settings::of(request)?;
+    settings.vae.cuts = cuts.to_vec();
+    let stages = decoder_stages(request, &settings, &constants)?;
+    let embedding = embedding(&settings.config.text, &request.profile.component("text_encoder"));
+    let parameters = parameters(settings, &constants, embedding)?;
+    Ok(Authored { stages, raw_files: Vec::new(), copied_folders: Vec::new(), parameters })
 }
 
 /// Weights of the text stack by their names in it. The whole language model has other names before them, and weights
@@ -330,34 +327,24 @@ fn transformer_stages(
 
 fn decoder_stages(
     request: &Authoring<'_>,
-    config: &Config,
-    cuts: &[usize],
+    settings: &Settings,
     constants: &Constants,
 ) -> Result<Vec<StageGraph>, QwenImageError> {
     let weights = request.weights("vae")?;
-    let precision = request.profile.component(vae::COMPONENT);
-    let decoder = Decoder { config: &config.vae, weights: &weights, precision: &precision, constants };
-    decoder.stages(cuts)
+    let precision = request.profile.component(COMPONENT);
+    let decoder =
+        Decoder { config: &settings.config.vae, weights: &weights, precision: &precision, constants };
+    decoder.stages(&settings.vae.cuts)
 }
 
 const EMBEDDING_TABLE: &str = "embed_tokens.weight";
 
-/// The embedding table stays a plain file: the host gathers the few rows that a prompt needs from the mapped file, and a
-/// table of more than a gigabyte never reaches the device.
-fn embedding(
-    config: &Config,
-    weights: &Checkpoint,
-    precision: &Precision,
-) -> Result<(Embedding, RawFile), QwenImageError> {
-    let (rows, width) = (config.text.vocab_size, config.text.hidden_size);
-    let (dtype, stored) = match precision.weights {
-        WeightFormat::F32 => (EmbeddingType::F32, DType::F32),
-        _ => (EmbeddingType::F16, DType::F16),
+fn embedding(config: &TextConfig, precision: &Precision) -> Embedding {
+    let dtype = match precision.weights {
+        WeightFormat::F32 => EmbeddingType::F32,
+        _ => EmbeddingType::F16,
     };
-    let tensor = weights.tensor(EMBEDDING_TABLE, &[rows, width])?;
-    let file = "embedding.bin".to_owned();
-    let table = RawFile { path: file.clone(), tensor, dtype: stored };
-    Ok((Embedding { file, dtype, rows, width }, table))
+    Embedding::new(dtype, config.vocab_size, config.hidden_size)
 }
 
 /// Published checkpoints have the tokenizer in a processor's folder. The tokens of the template must be tokens of it: cut to
@@ -391,17 +378,18 @@ fn special_tokens(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
+/// What `bundle.json` holds.
 fn parameters(
     settings: Settings,
     constants: &Constants,
     embedding: Embedding,
-    post_stages: Vec<PostStage>,
-) -> Parameters {
+) -> Result<serde_json::Value, QwenImageError> {
     let Settings { config, text, graphs, vae, steps } = settings;
     let Config { text: encoder, transformer, vae: decoder, scheduler, model_index } = config;
     let TextSection { length, system, before, after } = text;
     let pixels_per_token = decoder.downscale();
-    Parameters {
+    let post_stages = vae::post_stages(&decoder, &vae.cuts);
+    let parameters = Parameters {
         text: parameters::Text {
             length,
             template: Template { system, before, after },
@@ -439,5 +427,7 @@ fn parameters(
                 terminal: scheduler.shift_terminal,
             },
         },
-    }
+    };
+    parameters.check().map_err(|problem| QwenImageError::Config { place: PARAMETERS.to_owned(), problem })?;
+    Ok(serde_json::to_value(parameters).unwrap_or_default())
 }

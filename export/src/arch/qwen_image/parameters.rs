@@ -13,6 +13,7 @@ use crate::{
     arch::{
         MAX_STEPS, SizesRequest,
         parameters::{Embedding, TimeOrder},
+        settings::check_base,
     },
     picture::{Size, SizeError},
     shapes::Sizes,
@@ -217,13 +218,8 @@ impl Parameters {
         if transformer.axes.len() != 3 || transformer.axes.iter().any(|axis| *axis > 1 << 16) {
             return Err(format!("transformer.axes is {:?}; expected three sizes", transformer.axes));
         }
-        for (key, theta) in
-            [("text.rope_theta", text.rope_theta), ("transformer.rope_theta", transformer.rope_theta)]
-        {
-            if !theta.is_finite() || theta <= 0.0 {
-                return Err(format!("{key} is {theta}"));
-            }
-        }
+        check_base("text.rope_theta", text.rope_theta)?;
+        check_base("transformer.rope_theta", transformer.rope_theta)?;
         if let Some(sigma) = transformer.text_sigma.filter(|sigma| !(0.0..=1.0).contains(sigma)) {
             return Err(format!("transformer.text_sigma is {sigma}; expected 0 to 1"));
         }
@@ -353,10 +349,11 @@ mod tests {
     #[test]
     fn numbers_beyond_their_limits_are_refused() {
         type Change = fn(&mut Parameters);
-        let changes: [(&str, Change); 10] = [
+        let changes: [(&str, Change); 11] = [
             ("text.length", |p| p.text.length = MAX_TEXT_LENGTH + 1),
             ("transformer.layers", |p| p.transformer.layers = 0),
             ("transformer.axes", |p| p.transformer.axes = vec![16, 1 << 17, 56]),
+            ("text.rope_theta", |p| p.text.rope_theta = 0.0),
             ("transformer.rope_theta", |p| p.transformer.rope_theta = f64::NAN),
             ("transformer.text_sigma", |p| p.transformer.text_sigma = Some(f32::NAN)),
             ("vae.multiple", |p| p.vae.multiple = 40),

@@ -8,21 +8,19 @@ use super::{Constants, QwenImageError, config::VaeConfig, parameters::PostStage}
 use crate::{
     arch::{
         StageGraph,
-        author::{Author, AuthorError},
-        blocks::{mlp::silu, norm::scaled_rms_norm, resnet::upsample_nearest},
+        author::{Author, in_tensor},
+        blocks::{
+            image_decoder::{ATTENTION_STAGE, COMPONENT, POST_STAGE, attention, blocks_of_stages, map},
+            mlp::silu,
+            norm::scaled_rms_norm,
+            resnet::{conv_of, upsample_nearest},
+        },
     },
     onnx::{Attribute, DType, Dim, Model, Tensor, ValueId},
     quant,
     recipe::Precision,
     weights::Checkpoint,
 };
-
-/// The component of all stages here.
-pub const COMPONENT: &str = "vae_decoder";
-/// Name of the middle attention's stage.
-pub const ATTENTION_STAGE: &str = "vae_attention";
-/// Names of the stages after it are this and a number from 0.
-pub const POST_STAGE: &str = "vae_post";
 
 const MIDDLE: &str = "decoder.mid_block";
 const ATTENTION: &str = "decoder.mid_block.attentions.0";
@@ -37,32 +35,12 @@ pub struct Decoder<'a> {
     pub constants: &'a Constants,
 }
 
-fn map(channels: usize, [height, width]: [&str; 2]) -> [Dim; 4] {
-    let symbol = |name: &str| Dim::Symbol(name.to_owned());
-    [Dim::Fixed(1), Dim::Fixed(channels), symbol(height), symbol(width)]
-}
-
 /// Sides of the latents and of the middle block.
 const LATENT: [&str; 2] = ["latent_height", "latent_width"];
-
-/// Rows of the attention: [1, name, channels].
-fn sequence(name: &str, channels: usize) -> [Dim; 3] {
-    [Dim::Fixed(1), Dim::Symbol(name.to_owned()), Dim::Fixed(channels)]
-}
 
 /// Name of what an up block gives.
 fn level_name(level: usize) -> String {
     format!("vae_up{level}")
-}
-
-/// The up blocks of each stage behind the middle block: a new one begins before each block in `cuts`.
-fn blocks_of_stages(levels: usize, cuts: &[usize]) -> Vec<Range<usize>> {
-    let mut starts: Vec<usize> = cuts.iter().copied().filter(|cut| (1..levels).contains(cut)).collect();
-    starts.insert(0, 0);
-    starts.sort_unstable();
-    starts.dedup();
-    let ends = starts.iter().skip(1).copied().chain([levels]);
-    starts.iter().copied().zip(ends).map(|(start, end)| start..end).collect()
 }
 
 /// The stages behind the middle block. The first takes what the attention gives, too, and goes in one piece.
@@ -99,7 +77,11 @@ impl Decoder<'_> {
             .map(|(stage, blocks)| Ok(StageGraph::new(&stage.name, COMPONENT, self.post(&stage, blocks)?)));
         let mut stages = vec![
             StageGraph::new("vae_pre", COMPONENT, self.pre()?),
-            StageGraph::new(ATTENTION_STAGE, COMPONENT, self.attention()),
+            StageGraph::new(
+                ATTENTION_STAGE,
+                COMPONENT,
+                attention(self.author(ATTENTION_STAGE), self.middle()),
+            ),
         ];
         stages.extend(post.collect::<Result<Vec<_>, QwenImageError>>()?);
         Ok(stages)
@@ -173,21 +155,6 @@ impl Decoder<'_> {
         }
         a.graph.output(kt, "kt", &map(channels, LATENT));
         Ok(())
-    }
-
-    /// Inputs: `q_chunk` [1,rows,C], `kt` [1,C,T], `v` [1,T,C]. Output: `attn_chunk` [1,rows,C]. All f32.
-    fn attention(&self) -> Model {
-        let channels = self.middle();
-        let mut a = self.author(ATTENTION_STAGE);
-        let q = a.graph.input("q_chunk", DType::F32, &sequence("chunk_rows", channels));
-        let [one, rows, width] = sequence("kv_rows", channels);
-        let kt = a.graph.input("kt", DType::F32, &[one, width, rows]);
-        let v = a.graph.input("v", DType::F32, &sequence("kv_rows", channels));
-        let scores = a.graph.matmul(q, kt);
-        let weights = a.graph.op("Softmax", &[scores], &[("axis", Attribute::Int(-1))]);
-        let y = a.graph.matmul(weights, v);
-        a.graph.output(y, "attn_chunk", &sequence("chunk_rows", channels));
-        a.finish()
     }
 
     /// Up blocks `start..end`, after the rest of the middle block if they are the first, and before the output convolution
@@ -357,7 +324,7 @@ impl Decoder<'_> {
         Ok(a.graph.constant(name, gamma))
     }
 
-    /// A convolution of the checkpoint with stride 1 and "same" padding; `kernel` is odd.
+    /// [`conv`](crate::arch::blocks::resnet::conv) with a kernel that may be one over time.
     fn conv(
         &self,
         a: &mut Author<'_>,
@@ -369,14 +336,9 @@ impl Decoder<'_> {
         let x = a.to_compute(x);
         let name = format!("{prefix}.weight");
         let weight = self.kernel(&name, &[outputs, inputs, kernel, kernel])?;
-        let quantised = |source| AuthorError::Quant { tensor: name.clone(), source };
-        let weight = quant::cast(weight, a.compute()).map_err(quantised)?;
+        let weight = in_tensor(&name, quant::cast(weight, a.compute()))?;
         let weight = a.graph.constant(&name, weight);
-        let bias = a.weight(&format!("{prefix}.bias"), &[outputs], a.compute())?;
-        let (pad, kernel) = ((kernel / 2) as i64, kernel as i64);
-        let attributes =
-            [("kernel_shape", Attribute::Ints(vec![kernel; 2])), ("pads", Attribute::Ints(vec![pad; 4]))];
-        Ok(a.graph.op("Conv", &[x, weight, bias], &attributes))
+        Ok(conv_of(a, x, prefix, weight, outputs, kernel)?)
     }
 
     /// A convolution's kernel; of one over time, the slice that the present frame meets, which is the last.
@@ -386,9 +348,7 @@ impl Decoder<'_> {
         match found.as_deref() {
             Some(&[_, _, frames, _, _]) if frames > 0 => {
                 let whole = self.weights.tensor(name, &[outputs, inputs, frames, height, width])?;
-                let last = quant::select(whole, 2, frames - 1);
-                let tensor = name.to_owned();
-                Ok(last.map_err(|source| AuthorError::Quant { tensor, source })?)
+                Ok(in_tensor(name, quant::select(whole, 2, frames - 1))?)
             }
             _ => Ok(self.weights.tensor(name, shape)?),
         }
