@@ -5,6 +5,7 @@ pub mod bench;
 pub mod bisect;
 pub mod calibrate;
 pub mod cli;
+pub mod hub;
 pub mod npy;
 pub mod pipeline;
 pub mod plan;

@@ -1,33 +1,43 @@
 //! Shows events on standard error: bars on a terminal, JSON lines for machines, else only what needs saying.
 
-use std::{io::IsTerminal, time::Duration};
+use std::{collections::BTreeMap, io::IsTerminal, time::Duration};
 
-use indicatif::{ProgressBar, ProgressStyle as BarStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle as BarStyle};
 use viaduct_export::bytes::ByteSize;
 
 use super::{ProgressStyle, printer::complain};
-use crate::pipeline::event::{Event, Listener};
+use crate::{
+    pipeline::event::{Event, Listener},
+    printable,
+};
 
 pub struct Progress {
     style: ProgressStyle,
     bar: Option<ProgressBar>,
+    /// The bar, and those of the files that are downloaded above it.
+    bars: MultiProgress,
+    files: BTreeMap<String, ProgressBar>,
     /// Seconds of all steps so far, for the mean.
     step_seconds: f64,
 }
 
 impl Progress {
     pub fn new(style: ProgressStyle) -> Progress {
-        let bar =
-            (style == ProgressStyle::Auto && std::io::stderr().is_terminal()).then(ProgressBar::no_length);
+        let drawn = style == ProgressStyle::Auto && std::io::stderr().is_terminal();
+        let bars = MultiProgress::new();
+        let bar = drawn.then(|| bars.add(ProgressBar::no_length()));
         if let Some(bar) = &bar {
             bar.set_style(spinner());
             bar.enable_steady_tick(Duration::from_millis(120));
         }
-        Progress { style, bar, step_seconds: 0.0 }
+        Progress { style, bar, bars, files: BTreeMap::new(), step_seconds: 0.0 }
     }
 
     fn say(&self, line: &str) {
-        say(self.bar.as_ref(), line);
+        match self.bar {
+            Some(_) => self.bars.suspend(|| complain(line)),
+            None => complain(line),
+        }
     }
 
     /// Tells of one last event from another thread, in place of the bar.
@@ -37,7 +47,8 @@ impl Progress {
             if let Some(bar) = &bar {
                 bar.finish_and_clear();
             }
-            Progress { style, bar: None, step_seconds: 0.0 }.on_event(event);
+            let bars = MultiProgress::new();
+            Progress { style, bar: None, bars, files: BTreeMap::new(), step_seconds: 0.0 }.on_event(event);
         }
     }
 
@@ -47,6 +58,10 @@ impl Progress {
             Event::Stage { name, index, count } => self.say(&format!("[{index}/{count}] {name}")),
             Event::Step { index, count, seconds } => {
                 self.say(&format!("step {index}/{count}, {seconds:.3} s"))
+            }
+            Event::Download { file, done, bytes, all_done, all_bytes } if done == bytes => {
+                let [bytes, all_done, all_bytes] = [*bytes, *all_done, *all_bytes].map(ByteSize);
+                self.say(&format!("{file}: {bytes} downloaded ({all_done} of {all_bytes} in all)"))
             }
             _ => {}
         }
@@ -77,12 +92,40 @@ impl Progress {
                 bar.set_position(*done);
                 bar.set_message(what.clone());
             }
+            Event::Download { file, done, bytes: size, all_done, all_bytes } => {
+                bar.set_style(bytes());
+                bar.set_length(*all_bytes);
+                bar.set_position(*all_done);
+                bar.set_message("in all");
+                self.draw_file(file, *done, *size);
+            }
             Event::Kept { .. }
             | Event::Memory { .. }
             | Event::Warning { .. }
             | Event::Error { .. }
             | Event::Note { .. } => {}
         }
+    }
+}
+
+impl Progress {
+    /// A bar for each file that is on its way.
+    fn draw_file(&mut self, file: &str, done: u64, size: u64) {
+        if done == size {
+            if let Some(bar) = self.files.remove(file) {
+                bar.finish_and_clear();
+                self.bars.remove(&bar);
+            }
+            return;
+        }
+        let (bars, last) = (&self.bars, self.files.len());
+        let bar = self.files.entry(file.to_owned()).or_insert_with(|| {
+            let bar = bars.insert(last, ProgressBar::new(size));
+            bar.set_style(bytes());
+            bar.set_message(printable::one_line(file));
+            bar
+        });
+        bar.set_position(done);
     }
 }
 
@@ -107,16 +150,7 @@ impl Listener for Progress {
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
-        }
-    }
-}
-
-fn say(bar: Option<&ProgressBar>, line: &str) {
-    match bar {
-        Some(bar) => bar.suspend(|| complain(line)),
-        None => complain(line),
+        self.files.values().chain(&self.bar).for_each(ProgressBar::finish_and_clear);
     }
 }
 

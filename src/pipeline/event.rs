@@ -14,6 +14,8 @@ pub enum Event {
     Kept { name: String, bytes: u64 },
     /// `done` of `total` bytes of `what` are read, written or uploaded; `total` is absent where nobody knows it.
     Bytes { what: String, done: u64, total: Option<u64> },
+    /// `done` of `bytes` bytes of a file are here, of all files that are brought `all_done` of `all_bytes`.
+    Download { file: String, done: u64, bytes: u64, all_done: u64, all_bytes: u64 },
     /// A stage's peak memory in bytes, as planned and as measured.
     Memory { stage: String, planned: u64, measured: u64 },
     /// The run goes on, but differently from what was asked for.

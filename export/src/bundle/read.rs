@@ -89,21 +89,7 @@ impl Bundle {
 
     /// Reads the manifest and checks every listed file's place and size; contents only in [`Bundle::verify_hashes`].
     fn open_own(folder: &Path) -> Result<Bundle, BundleError> {
-        let path = folder.join(MANIFEST);
-        let io = |source| BundleError::Io { path: path.clone(), source };
-        let bytes = match fs::metadata(&path) {
-            Ok(metadata) if metadata.is_file() => metadata.len(),
-            Ok(_) => return Err(BundleError::NotABundle { path: folder.to_owned() }),
-            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
-                return Err(BundleError::NotABundle { path: folder.to_owned() });
-            }
-            Err(e) => return Err(io(e)),
-        };
-        if bytes > MAX_MANIFEST_BYTES {
-            return Err(BundleError::ManifestTooLarge { path, bytes });
-        }
-        let text = fs::read(&path).map_err(io)?;
-        let manifest = parse(&path, &text)?;
+        let manifest = Manifest::read(folder)?;
         let bundle = Bundle { folder: folder.to_owned(), manifest, adapters: BTreeMap::new() };
         bundle.check_files()?;
         Ok(bundle)
@@ -210,6 +196,27 @@ impl Bundle {
             }
         }
         Ok(())
+    }
+}
+
+impl Manifest {
+    /// The manifest of the bundle in a folder, whatever else is there.
+    pub fn read(folder: &Path) -> Result<Manifest, BundleError> {
+        let path = folder.join(MANIFEST);
+        let io = |source| BundleError::Io { path: path.clone(), source };
+        let bytes = match fs::metadata(&path) {
+            Ok(metadata) if metadata.is_file() => metadata.len(),
+            Ok(_) => return Err(BundleError::NotABundle { path: folder.to_owned() }),
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                return Err(BundleError::NotABundle { path: folder.to_owned() });
+            }
+            Err(e) => return Err(io(e)),
+        };
+        if bytes > MAX_MANIFEST_BYTES {
+            return Err(BundleError::ManifestTooLarge { path, bytes });
+        }
+        let text = fs::read(&path).map_err(io)?;
+        parse(&path, &text)
     }
 }
 

@@ -1,0 +1,283 @@
+//! One content, brought from where it was broken off, checked, and only then given its name.
+
+use std::{
+    fs::{self, File},
+    io::{self, Read, Seek, SeekFrom, Write},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use ureq::http::{HeaderMap, StatusCode, header};
+
+use super::{
+    cache::Shelf,
+    client::{Answer, Attempts, Client, Failure},
+    digest::{ContentId, Digester},
+    error::HubError,
+    reference::RepoId,
+    settings::Patience,
+    stop::Stop,
+};
+
+/// How often a content may turn out to be another one before that is an error.
+const TRIES: usize = 2;
+/// A server that begins anew each time must be allowed to reach the end.
+const WHOLE_BODY: Duration = Duration::from_secs(24 * 3600);
+
+/// What is to be brought.
+pub(super) struct Wanted<'a> {
+    pub repo: &'a RepoId,
+    pub commit: &'a str,
+    /// The file's name, for the address and for messages.
+    pub name: &'a str,
+    pub bytes: u64,
+    pub id: &'a ContentId,
+}
+
+/// Brings contents into one repository's part of the cache.
+pub(super) struct Transfers<'a> {
+    pub client: &'a Client,
+    pub shelf: &'a Shelf,
+    pub patience: Patience,
+    pub stop: &'a Stop<'a>,
+}
+
+/// How far a transfer is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Moved {
+    /// So many bytes of the content are here; fewer than before if it begins anew.
+    To(u64),
+    /// So many bytes came over the network.
+    Came(u64),
+}
+
+impl Transfers<'_> {
+    /// Sees to it that the content is in the cache. Of several processes one brings it.
+    pub(super) fn bring(&self, wanted: &Wanted<'_>, moved: &mut dyn FnMut(Moved)) -> Result<(), HubError> {
+        let blob = self.shelf.blob(wanted.id);
+        if is_there(&blob, wanted.bytes) {
+            return Ok(());
+        }
+        let partial = incomplete(&blob);
+        // Elsewhere than in the other process nobody sees how far it is.
+        let watch = || moved(Moved::To(fs::metadata(&partial).map_or(0, |metadata| metadata.len())));
+        let _lock = self.shelf.lock(wanted.id, self.stop, watch)?;
+        if is_there(&blob, wanted.bytes) {
+            return Ok(());
+        }
+        let what = format!("{}: {}", wanted.repo, wanted.name);
+        let mut partial = Partial::open(partial, wanted)?;
+        for tried in 1.. {
+            let found = self.fill(&mut partial, wanted, &what, moved)?;
+            if found == *wanted.id {
+                break;
+            }
+            partial.clear()?;
+            if tried == TRIES {
+                let expected = wanted.id.to_string();
+                let _ = fs::remove_file(&partial.path);
+                return Err(HubError::Corrupt { what, expected, found: found.to_string() });
+            }
+            tracing::warn!("{what}: the bytes are not those of the hub; they are brought once more");
+        }
+        partial.publish(&blob)
+    }
+
+    /// Brings what is missing, and tells what it all is.
+    fn fill(
+        &self,
+        partial: &mut Partial,
+        wanted: &Wanted<'_>,
+        what: &str,
+        moved: &mut dyn FnMut(Moved),
+    ) -> Result<ContentId, HubError> {
+        let url = self.client.address(wanted.repo, wanted.commit, wanted.name);
+        let mut filling = Filling {
+            digester: partial.digest(self.stop)?,
+            partial,
+            wanted,
+            moved,
+            stop: self.stop,
+            continues: true,
+        };
+        let mut attempts = Attempts::new(self.patience, self.stop, what);
+        while filling.partial.bytes < wanted.bytes {
+            let before = filling.partial.bytes;
+            let attempt = self.attempt(&mut filling, &url);
+            if filling.partial.bytes > before {
+                attempts.brought_something();
+            }
+            if let Err(failure) = attempt {
+                attempts.failed(failure)?;
+            }
+        }
+        Ok(filling.digester.finish())
+    }
+
+    fn attempt(&self, filling: &mut Filling<'_>, url: &str) -> Result<(), Failure> {
+        let from = filling.partial.bytes;
+        let range = (from > 0).then(|| format!("bytes={from}-"));
+        let limit = if filling.continues { self.patience.answer } else { WHOLE_BODY };
+        let answer = self.client.open(filling.wanted.repo, url, range.as_deref(), limit)?;
+        let id = filling.wanted.id.as_str();
+        if let Some(content) = answer.content.as_ref().filter(|content| *content != id) {
+            return Err(Failure::passing(format!("the hub names content {content} instead of {id}")));
+        }
+        match answer.status {
+            StatusCode::PARTIAL_CONTENT => check_range(&answer.headers, from, filling.wanted.bytes)?,
+            // The server knows no ranges: what it sends begins at the beginning.
+            StatusCode::OK if from > 0 => {
+                filling.continues = false;
+                filling.restart()?;
+            }
+            StatusCode::OK => {}
+            // It has fewer bytes than the hub says, or it counts wrongly.
+            StatusCode::RANGE_NOT_SATISFIABLE => {
+                filling.restart()?;
+                return Err(Failure::passing(format!("the server has no bytes from {from} on")));
+            }
+            status => return Err(Failure::passing(format!("the server answered {status}"))),
+        }
+        filling.take(answer)
+    }
+}
+
+/// A transfer in progress.
+struct Filling<'a> {
+    partial: &'a mut Partial,
+    digester: Digester,
+    wanted: &'a Wanted<'a>,
+    moved: &'a mut dyn FnMut(Moved),
+    stop: &'a Stop<'a>,
+    /// Whether the server goes on where it is asked to.
+    continues: bool,
+}
+
+impl Filling<'_> {
+    fn restart(&mut self) -> Result<(), Failure> {
+        self.partial.clear().map_err(Failure::Final)?;
+        self.digester = Digester::start(self.wanted.id, self.wanted.bytes);
+        (self.moved)(Moved::To(0));
+        Ok(())
+    }
+
+    /// Reads a body as far as the content goes.
+    fn take(&mut self, answer: Answer) -> Result<(), Failure> {
+        let mut body = answer.body.into_reader();
+        while self.partial.bytes < self.wanted.bytes {
+            if self.stop.is_asked() {
+                return Err(Failure::Final(HubError::Interrupted));
+            }
+            let left = self.wanted.bytes - self.partial.bytes;
+            let mut piece = self.digester.piece();
+            let room = usize::try_from(left).unwrap_or(usize::MAX).min(piece.buffer.len());
+            piece.len = match body.read(&mut piece.buffer[..room]) {
+                Ok(0) => return Err(Failure::passing(format!("the connection ended {left} bytes early"))),
+                Ok(len) => len,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(Failure::passing(error.to_string())),
+            };
+            self.partial.append(&piece.buffer[..piece.len]).map_err(Failure::Final)?;
+            (self.moved)(Moved::Came(piece.len as u64));
+            (self.moved)(Moved::To(self.partial.bytes));
+            self.digester.update(piece);
+        }
+        Ok(())
+    }
+}
+
+/// A body may be taken as the rest of a content only if it says that it is.
+fn check_range(headers: &HeaderMap, from: u64, bytes: u64) -> Result<(), Failure> {
+    let range = headers.get(header::CONTENT_RANGE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let parsed = || {
+        let (range, total) = range.strip_prefix("bytes ")?.split_once('/')?;
+        let begin: u64 = range.split_once('-')?.0.trim().parse().ok()?;
+        Some(begin == from && (total == "*" || total.trim().parse() == Ok(bytes)))
+    };
+    match parsed() {
+        Some(true) => Ok(()),
+        _ => Err(Failure::passing(format!(
+            "asked for bytes from {from} of {bytes}, the server sends {range:?}"
+        ))),
+    }
+}
+
+/// A content that is not whole yet, under a name that says so.
+struct Partial {
+    path: PathBuf,
+    file: File,
+    bytes: u64,
+    whole: u64,
+    id: ContentId,
+}
+
+pub(super) fn incomplete(blob: &Path) -> PathBuf {
+    blob.with_extension("incomplete")
+}
+
+pub(super) fn is_there(blob: &Path, bytes: u64) -> bool {
+    fs::metadata(blob).is_ok_and(|metadata| metadata.is_file() && metadata.len() == bytes)
+}
+
+impl Partial {
+    fn open(path: PathBuf, wanted: &Wanted<'_>) -> Result<Partial, HubError> {
+        let open = || {
+            fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
+            let file = File::options().create(true).read(true).write(true).truncate(false).open(&path)?;
+            let bytes = file.metadata()?.len();
+            Ok((file, bytes))
+        };
+        let (file, bytes) = open().map_err(HubError::io(&path))?;
+        let mut partial = Partial { path, file, bytes, whole: wanted.bytes, id: wanted.id.clone() };
+        if bytes > wanted.bytes {
+            partial.clear()?;
+        }
+        Ok(partial)
+    }
+
+    /// Hashes what is there, and stands at its end.
+    fn digest(&mut self, stop: &Stop<'_>) -> Result<Digester, HubError> {
+        let digester = Digester::start(&self.id, self.whole);
+        let mut read = || {
+            self.file.seek(SeekFrom::Start(0))?;
+            let mut left = self.bytes;
+            while left > 0 && !stop.is_asked() {
+                let mut piece = digester.piece();
+                let room = usize::try_from(left).unwrap_or(usize::MAX).min(piece.buffer.len());
+                self.file.read_exact(&mut piece.buffer[..room])?;
+                piece.len = room;
+                left -= room as u64;
+                digester.update(piece);
+            }
+            Ok(())
+        };
+        read().map_err(HubError::io(&self.path))?;
+        if stop.is_asked() { Err(HubError::Interrupted) } else { Ok(digester) }
+    }
+
+    fn append(&mut self, bytes: &[u8]) -> Result<(), HubError> {
+        self.file.write_all(bytes).map_err(HubError::io(&self.path))?;
+        self.bytes += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn clear(&mut self) -> Result<(), HubError> {
+        let clear = |file: &mut File| {
+            file.set_len(0)?;
+            file.seek(SeekFrom::Start(0))
+        };
+        clear(&mut self.file).map_err(HubError::io(&self.path))?;
+        self.bytes = 0;
+        Ok(())
+    }
+
+    /// Gives the content its name: from here on everybody may take it for whole.
+    fn publish(self, blob: &Path) -> Result<(), HubError> {
+        let publish = || {
+            self.file.sync_all()?;
+            fs::rename(&self.path, blob)?;
+            File::open(blob.parent().unwrap_or(Path::new(".")))?.sync_all()
+        };
+        publish().map_err(HubError::io(blob))
+    }
+}
