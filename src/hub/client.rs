@@ -176,10 +176,11 @@ impl Client {
         Ok(json)
     }
 
-    /// Asks for a file from a byte on. Of a body that is read for longer than `limit`, the rest does not come.
+    /// Asks for a file, which is at that address, from a byte on. Of a body that is read for longer than `limit`, the rest does not come.
     pub(super) fn open(
         &self,
         repo: &RepoId,
+        file: &str,
         url: &str,
         range: Option<&str>,
         limit: Duration,
@@ -205,7 +206,7 @@ impl Client {
                 let (parts, body) = response.into_parts();
                 return Ok(Answer { status, headers: parts.headers, content, body });
             } else {
-                let what = format!("{repo}: {}", uri.path());
+                let what = format!("{repo}: {file}");
                 let ours = same_host(&uri, &self.endpoint);
                 return Err(self.refusal(repo, &what, status, response, ours));
             }

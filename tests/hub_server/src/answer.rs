@@ -66,11 +66,13 @@ impl Answer {
         self.part.1 - self.part.0
     }
 
-    /// Makes a file's answer the range that was asked for, as RFC 9110 has it (single ranges; others are ignored).
+    /// Makes a file's answer the range that was asked for, as RFC 9110 has it (single ranges; others are ignored). Whoever
+    /// would take the body compressed gets all of it, as from hosts that compress: they know no ranges of that.
     pub fn apply_range(&mut self, request: &Request) {
         let is_file = self.status == 200 && self.header("Accept-Ranges").is_some();
         let same = request.header("if-range").is_none_or(|known| Some(known) == self.header("ETag"));
-        let Some(range) = request.header("range").filter(|_| is_file && same) else { return };
+        let compressed = request.header("accept-encoding").is_some_and(|codings| codings.contains("gzip"));
+        let Some(range) = request.header("range").filter(|_| is_file && same && !compressed) else { return };
         let size = self.content.size();
         let Some((first, last)) = range.strip_prefix("bytes=").and_then(|range| range.split_once('-')) else {
             return;

@@ -30,7 +30,7 @@ pub struct Served {
     pub file: String,
     /// The `Range` that it asked for.
     pub range: Option<String>,
-    /// The status of the answer, also where a fault kept it from being written.
+    /// The status of the answer; 0 where a fault kept it from being written.
     pub status: u16,
     /// How many bytes of the body were written to the socket.
     pub body_bytes: u64,
@@ -132,11 +132,14 @@ impl HubServer {
 
     /// Bytes of files that were sent: bodies of whole files and ranges, at the hub and the blob host.
     pub fn file_bytes(&self) -> u64 {
+        self.file_bytes_since(0)
+    }
+
+    /// Like [`file_bytes`](Self::file_bytes), without the `first` requests.
+    pub fn file_bytes_since(&self, first: usize) -> u64 {
         let state = self.shared.lock();
-        let files = state
-            .served
-            .iter()
-            .filter(|served| matches!(served.status, 200 | 206) && !served.file.is_empty());
+        let served = state.served.iter().skip(first);
+        let files = served.filter(|served| matches!(served.status, 200 | 206) && !served.file.is_empty());
         files.map(|served| served.body_bytes).sum()
     }
 
@@ -245,7 +248,7 @@ impl Shared {
         if answer.delivery.framing != Framing::Length {
             answer.headers.retain(|(name, _)| *name != "Content-Length");
         }
-        served.status = answer.status;
+        served.status = if answer.delivery.instead.is_some() { 0 } else { answer.status };
         state.served.push(served);
         Ok((number, answer))
     }
