@@ -13,7 +13,7 @@ use serde::{
 use super::WeightsError;
 use crate::{
     files::open_regular,
-    onnx::{DType, tensor::MappedFile},
+    onnx::{DType, MappedFile},
 };
 
 /// The limit of the format's reference implementation.
@@ -51,7 +51,7 @@ impl Shard {
         // reader of mapped weights must.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         let tensors = parse(path, &map)?;
-        Ok(Shard { file: Arc::new(MappedFile { path: path.to_owned(), map }), tensors })
+        Ok(Shard { file: Arc::new(MappedFile::new(path, map)), tensors })
     }
 }
 
