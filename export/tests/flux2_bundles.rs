@@ -41,6 +41,7 @@ fn exported(source: &Path, profile: &str, recipe: Option<&str>, set: &[(&str, &s
     let request = ExportRequest {
         source,
         arrivals: None,
+        published: None,
         out: &out,
         recipe,
         profile,

@@ -144,6 +144,7 @@ fn configs_alone_give_the_exported_graphs() {
             let request = ExportRequest {
                 source,
                 arrivals: None,
+                published: None,
                 out: &out,
                 recipe,
                 profile,
@@ -398,6 +399,7 @@ fn configs_cannot_be_set_for_an_export() {
     let request = ExportRequest {
         source: &root().join("bundles/klein-emoji/source"),
         arrivals: None,
+        published: None,
         out: &folder.path().join("bundle"),
         recipe: Some("flux2-klein-4b"),
         profile: "q8",

@@ -58,6 +58,7 @@ fn exported(source: &Path, profile: &str, set: &[(&str, &str)], fault: Option<&s
     let request = ExportRequest {
         source,
         arrivals: None,
+        published: None,
         out: &out,
         recipe: None,
         profile,
@@ -378,6 +379,7 @@ fn a_tokenizer_that_does_not_fit_is_refused() {
         let request = ExportRequest {
             source: folder.path(),
             arrivals: None,
+            published: None,
             out: &out,
             recipe: None,
             profile: "f32",

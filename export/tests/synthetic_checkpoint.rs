@@ -89,6 +89,7 @@ fn a_small_one_is_exported_by_the_recipe_of_the_large_one() {
     let request = ExportRequest {
         source: &source,
         arrivals: None,
+        published: None,
         out: &out,
         recipe: None,
         profile: "q4",

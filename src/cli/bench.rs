@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     bench::{Environment, Measured, Report, Subject, sweep_table, table},
-    hub::ModelName,
+    hub::{ModelName, Need},
     pipeline::{
         size::TypedSize,
         text_to_image::{Family, TextToImage},
@@ -63,7 +63,7 @@ Examples:
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     arguments.device.check()?;
     let mut progress = Progress::new(arguments.progress.progress);
-    let bundle = Bundle::open(&arguments.models.folder(&arguments.bundle, &mut progress)?)?;
+    let bundle = Bundle::open(&arguments.models.folder(&arguments.bundle, Need::Weights, &mut progress)?)?;
     let pipeline = TextToImage::open(&bundle)?;
     let pictures = pictures(arguments, pipeline.family())?;
     let subject = Subject { pipeline: &pipeline };

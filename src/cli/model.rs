@@ -9,7 +9,7 @@ use clap::Args;
 
 use super::{exit::UsageError, progress::Progress};
 use crate::{
-    hub::{Hub, ModelName, RepoId, Settings},
+    hub::{Hub, ModelName, Need, RepoId, Settings},
     pipeline::event::{Event, Listener},
 };
 
@@ -26,12 +26,12 @@ pub struct ModelArguments {
 
 impl ModelArguments {
     /// The folder of a model. A repository that is not in the cache is downloaded, which `progress` tells of.
-    pub fn folder(&self, model: &ModelName, progress: &mut Progress) -> anyhow::Result<PathBuf> {
+    pub fn folder(&self, model: &ModelName, need: Need, progress: &mut Progress) -> anyhow::Result<PathBuf> {
         match model {
             ModelName::Path(path) => Ok(path.clone()),
             ModelName::Repository(repo) => match &self.model_dir {
                 Some(dir) => Ok(local(dir, repo)?),
-                None => Ok(hub()?.open(repo, &teller(&Mutex::new(progress)))?),
+                None => Ok(hub()?.open(repo, need, &teller(&Mutex::new(progress)))?),
             },
         }
     }

@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{
     atomic_file::{self, Existing},
-    hub::ModelName,
+    hub::{ModelName, Need},
     plan::{Budget, OverBudget, Plan, PlannedModel, largest_that},
     plot::{to_png, to_svg},
     report::{MAX_STAGES, Report, StageReport, Subject, chart, compare_cuts, table},
@@ -145,10 +145,11 @@ fn planned(arguments: &Arguments, device: DeviceProfile) -> anyhow::Result<Plann
         let outline = Outline::author(&OutlineRequest { source, profile, set: &arguments.set })?;
         of_outline(&outline, arguments, device.clone())
     };
-    let path = match (&arguments.path, &arguments.recipe) {
+    let (path, need) = match (&arguments.path, &arguments.recipe) {
+        (Some(ModelName::Path(path)), _) => (path, Need::Weights),
         (Some(model), _) => {
             let mut progress = Progress::new(ProgressStyle::Auto);
-            &arguments.models.folder(model, &mut progress)?
+            (&arguments.models.folder(model, Need::Description, &mut progress)?, Need::Description)
         }
         (None, Some(recipe)) => return outline(OutlineSource::Recipe(recipe)),
         (None, None) => {
@@ -164,9 +165,9 @@ fn planned(arguments: &Arguments, device: DeviceProfile) -> anyhow::Result<Plann
     let of_recipes = [("--profile", arguments.profile.is_some()), ("--set", !arguments.set.is_empty())];
     refuse(&of_recipes, "is for recipes and checkpoints; a bundle or a model is as it was exported")?;
     if path.is_dir() {
-        of_stages(&Bundle::open(path)?, arguments, device)
+        of_stages(&need.open(path)?, arguments, device)
     } else if Bundle::is_described_by(path) {
-        of_stages(&Bundle::open(path.parent().unwrap_or(Path::new("")))?, arguments, device)
+        of_stages(&need.open(path.parent().unwrap_or(Path::new("")))?, arguments, device)
     } else {
         of_model(path, arguments, device)
     }

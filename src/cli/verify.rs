@@ -7,7 +7,7 @@ use viaduct_export::bundle::Bundle;
 
 use super::{DeviceArguments, ProgressArguments, model::ModelArguments, printer::print, progress::Progress};
 use crate::{
-    hub::ModelName,
+    hub::{ModelName, Need},
     pipeline::event::{Event, Listener},
     printable::one_line,
     runtime::Executor,
@@ -71,7 +71,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let oracle = Oracle::open(&arguments.oracle)?;
     arguments.device.check()?;
     let mut progress = Progress::new(arguments.progress.progress);
-    let bundle = Bundle::open(&arguments.models.folder(&arguments.bundle, &mut progress)?)?;
+    let bundle = Bundle::open(&arguments.models.folder(&arguments.bundle, Need::Weights, &mut progress)?)?;
     let mut runtime = arguments.device.start(&mut progress)?;
     let options = VerifyOptions {
         controls: !arguments.no_controls,

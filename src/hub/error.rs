@@ -1,6 +1,9 @@
 use std::{io, path::PathBuf, time::Duration};
 
-use viaduct_export::{bundle::BundleError, bytes::ByteSize};
+use viaduct_export::{
+    bundle::{BundleError, ExportError},
+    bytes::ByteSize,
+};
 
 use super::reference::RepoId;
 
@@ -69,6 +72,8 @@ pub enum HubError {
     Io { path: PathBuf, source: io::Error },
     #[error(transparent)]
     Bundle(#[from] BundleError),
+    #[error(transparent)]
+    Checkpoint(Box<ExportError>),
     #[error("interrupted; what is downloaded stays, so run it again to go on")]
     Interrupted,
 }

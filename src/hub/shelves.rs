@@ -16,8 +16,8 @@ use viaduct_export::bundle::{Bundle, Manifest};
 use super::{
     Hub,
     error::HubError,
-    listing::is_commit,
-    pull::is_whole,
+    listing::{Listing, is_commit},
+    pull::{Need, suffices},
     reference::{MAIN, RepoId},
 };
 
@@ -90,6 +90,31 @@ impl Hub {
     }
 }
 
+impl Hub {
+    /// Removes files of a snapshot, and what they hold, and tells how many bytes that gave. Other files stay.
+    pub(super) fn forget<'a>(
+        &self,
+        listing: &Listing,
+        names: impl Iterator<Item = &'a str>,
+    ) -> Result<u64, HubError> {
+        let (shelf, mut freed) = (self.shelf(&listing.repo), 0);
+        for name in names {
+            let file = listing.file(name, "the request")?;
+            let (link, blob) = (shelf.snapshot(&listing.commit).join(name), shelf.blob(&file.id));
+            for path in [link, blob] {
+                match fs::remove_file(&path) {
+                    Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                        return Err(HubError::io(path)(error));
+                    }
+                    _ => {}
+                }
+            }
+            freed += file.bytes;
+        }
+        Ok(freed)
+    }
+}
+
 /// Whether a process holds one of the locks.
 fn is_used(locks: &Path) -> bool {
     let files = fs::read_dir(locks).into_iter().flatten().flatten();
@@ -107,7 +132,7 @@ fn kept(folder: &Path) -> Option<Kept> {
     Some(Kept {
         repo: repo.id,
         kind,
-        whole: snapshot.as_deref().is_some_and(is_whole),
+        whole: snapshot.as_deref().is_some_and(|folder| suffices(folder, Need::Weights)),
         bytes: blobs(folder).map(|(_, bytes)| bytes).sum(),
         incomplete: blobs(folder).filter(incomplete).map(|(_, bytes)| bytes).sum(),
         revisions,

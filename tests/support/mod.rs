@@ -146,6 +146,7 @@ impl Checkpoint {
         let request = ExportRequest {
             source: &self.source,
             arrivals: None,
+            published: None,
             out: &bundle.path(),
             recipe: None,
             profile,

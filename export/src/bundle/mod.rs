@@ -23,4 +23,4 @@ pub use outline::{Outline, OutlineRequest, OutlineSource};
 pub use read::{Bundle, BundleError};
 pub use stages::Stages;
 pub use verified::StoreError;
-pub use write::{ExportError, ExportEvent, ExportRequest, ExportSummary, export};
+pub use write::{ExportError, ExportEvent, ExportRequest, ExportSummary, Published, export};

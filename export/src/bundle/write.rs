@@ -160,9 +160,20 @@ pub struct ExportRequest<'a> {
     pub set: &'a [(String, String)],
     /// Replace an existing bundle.
     pub force: bool,
+    /// Where the checkpoint was published, if that is known; else the recipe's word is taken for it.
+    pub published: Option<Published>,
     /// Plants a fault in the export, for tests of `verify`; see the architecture's `FAULTS`.
     #[doc(hidden)]
     pub fault: Option<&'a str>,
+}
+
+/// A repository at one of its commits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Published {
+    pub repo: String,
+    pub commit: String,
+    /// As the repository states it, or nothing.
+    pub license: Option<String>,
 }
 
 /// A finished export.
@@ -242,7 +253,7 @@ pub fn export(
         family: architecture.family.to_owned(),
         name: recipe.name.clone(),
         writer: WRITER.to_owned(),
-        source: origin_of(request.source, &recipe),
+        source: origin_of(request, &recipe),
         profile: request.profile.to_owned(),
         calibration: calibration_sha256,
         parameters: authored.parameters,
@@ -322,14 +333,19 @@ fn check_family(recipe: &Recipe, architecture: &Architecture) -> Result<(), Expo
     })
 }
 
-fn origin_of(source: &Path, recipe: &Recipe) -> Origin {
-    let name =
-        fs::canonicalize(source).ok().and_then(|p| Some(p.file_name()?.to_string_lossy().into_owned()));
+fn origin_of(request: &ExportRequest<'_>, recipe: &Recipe) -> Origin {
+    let license = recipe.weights_license().map(str::to_owned);
+    if let Some(Published { repo, commit, license: published }) = request.published.clone() {
+        let license = published.or(license);
+        return Origin { checkpoint: repo.clone(), repo: Some(repo), revision: Some(commit), license };
+    }
+    let name = fs::canonicalize(request.source).ok();
+    let name = name.and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
     Origin {
         checkpoint: name.unwrap_or_default(),
         repo: recipe.source.repo.clone(),
         revision: recipe.source.revision.clone(),
-        license: recipe.weights_license().map(str::to_owned),
+        license,
     }
 }
 
