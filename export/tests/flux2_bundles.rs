@@ -40,6 +40,8 @@ fn exported(source: &Path, profile: &str, recipe: Option<&str>, set: &[(&str, &s
         set.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
     let request = ExportRequest {
         source,
+        arrivals: None,
+        published: None,
         out: &out,
         recipe,
         profile,

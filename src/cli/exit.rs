@@ -12,6 +12,7 @@ use crate::{
     bench::BenchError,
     bisect::{BisectError, InputError, Parted},
     calibrate::CalibrationError,
+    hub::HubError,
     pipeline::{dump::DumpError, schedule::ScheduleError, size::SizeError, text_to_image::PipelineError},
     plan::{OverBudget, PlanError},
     runtime::{RuntimeError, Stopped},
@@ -40,6 +41,9 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
         return Some(USAGE);
     }
     if let Some(USAGE) = error.downcast_ref::<FileError>().map(file_code) {
+        return Some(USAGE);
+    }
+    if let Some(HubError::Setting { .. } | HubError::NoHome) = error.downcast_ref::<HubError>() {
         return Some(USAGE);
     }
     if let Some(DumpError::NotEmpty { .. }) = error.downcast_ref::<DumpError>() {

@@ -3,25 +3,31 @@
 use std::{
     fs,
     path::{Path, PathBuf},
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc, LazyLock, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Instant,
 };
 
 use clap::Args;
 use viaduct_export::{
     arch::flux2::imported::contract::Role,
-    bundle::{ExportEvent, ExportRequest, ExportSummary, ImportRequest, export, import},
+    bundle::{ExportEvent, ExportRequest, ExportSummary, ImportRequest, Published, export, import},
     bytes::ByteSize,
+    weights::Arrivals,
 };
 
 use super::{
     ProgressArguments,
     exit::UsageError,
     key_value,
+    model::ModelArguments,
     printer::{complain, print},
     progress::Progress,
 };
 use crate::{
+    hub::{Arriving, Hub, ModelName, Need, Settings, Teller},
     pipeline::event::{Event, Listener},
     runtime::exit,
 };
@@ -32,14 +38,22 @@ use crate::{
 /// All dimensions come from its config files; the rest comes from a recipe: --recipe, else the folder's own
 /// recipe.toml, else the family's default.
 ///
+/// Or SOURCE is a repository of a Hugging Face hub (owner/name): each weight file is exported as soon as it is whole, while the
+/// next ones are downloaded.
+///
 /// Or SOURCES are .onnx files: a text encoder, a transformer and an image decoder, in any order. They are told apart by
 /// their inputs.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Arguments {
-    /// Checkpoint folder, or .onnx files
+    /// Checkpoint folder, or a repository (owner/name), or .onnx files
     #[arg(required_unless_present_any = ["text_encoder", "transformer", "decoder"])]
-    sources: Vec<PathBuf>,
+    sources: Vec<ModelName>,
+    #[command(flatten)]
+    models: ModelArguments,
+    /// Of a repository: keep the weight files that this export downloads. Without it they go when the bundle is made
+    #[arg(long)]
+    keep_source: bool,
     /// The text encoder's .onnx file, where its inputs do not tell
     #[arg(long, value_name = "FILE")]
     text_encoder: Option<PathBuf>,
@@ -86,6 +100,7 @@ pub struct Arguments {
 const EXAMPLES: &str = "\
 Examples:
   viaduct export FLUX.2-klein-4B -o klein-q4 --profile q4
+  viaduct export black-forest-labs/FLUX.2-klein-4B -o klein-q4 --profile q4     downloads what it needs, and exports meanwhile
   viaduct export my-tiny-model -o tiny --profile f32 --set text_encoder.taps=2,4,6 --set text_encoder.length=64
   viaduct export text.onnx transformer.onnx decoder.onnx --tokenizer FLUX.2-klein-4B/tokenizer -o imported";
 /// How weights are stored where nothing else is asked for.
@@ -95,15 +110,19 @@ const DEFAULT_PROFILE: &str = "q8";
 const INTERRUPTED: u8 = 130;
 
 /// Set by an interrupt.
-static STOPPED: AtomicBool = AtomicBool::new(false);
+static STOPPED: LazyLock<Arc<AtomicBool>> = LazyLock::new(Arc::default);
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     stop_on_interrupt()?;
-    let mut progress = Progress::new(arguments.progress.progress);
+    let progress = Arc::new(Mutex::new(Progress::new(arguments.progress.progress)));
     let started = Instant::now();
     let mut shown = Shown::default();
-    let summary = made(arguments, &mut |event| shown.event(event, &mut progress))?;
+    let made = made(arguments, &progress, &mut |event| shown.event(event, &mut locked(&progress)));
     drop(progress);
+    if made.is_err() && STOPPED.load(Ordering::Relaxed) {
+        stop(shown.staging.as_deref());
+    }
+    let summary = made?;
     let seconds = started.elapsed().as_secs_f64();
     let stages = summary.manifest.stages.len();
     let report = if arguments.json {
@@ -120,7 +139,18 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     print(&report)
 }
 
-fn made(arguments: &Arguments, progress: &mut dyn FnMut(ExportEvent)) -> anyhow::Result<ExportSummary> {
+/// Every display of events that come from several threads.
+type Shared = Arc<Mutex<Progress>>;
+
+fn locked(progress: &Shared) -> MutexGuard<'_, Progress> {
+    progress.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn made(
+    arguments: &Arguments,
+    shared: &Shared,
+    progress: &mut dyn FnMut(ExportEvent),
+) -> anyhow::Result<ExportSummary> {
     let Arguments { sources, out, recipe, set, force, .. } = arguments;
     let (recipe, force) = (recipe.as_deref(), *force);
     let usage = |message: &str| Err(UsageError(message.to_owned()).into());
@@ -132,21 +162,7 @@ fn made(arguments: &Arguments, progress: &mut dyn FnMut(ExportEvent)) -> anyhow:
         if arguments.tokenizer.is_some() {
             return usage("--tokenizer is for .onnx files; a checkpoint has its own");
         }
-        let profile = arguments.profile.as_deref().unwrap_or(DEFAULT_PROFILE);
-        let calibration = arguments.calibration.as_deref();
-        let target_bytes = arguments.target_size.map(|size| size.0);
-        let request = ExportRequest {
-            source,
-            out,
-            recipe,
-            profile,
-            calibration,
-            target_bytes,
-            set,
-            force,
-            fault: None,
-        };
-        return Ok(export(&request, progress)?);
+        return of_checkpoint(arguments, source, shared, progress);
     }
     if arguments.calibration.is_some() {
         return usage("--calibration is for checkpoints");
@@ -162,14 +178,77 @@ fn made(arguments: &Arguments, progress: &mut dyn FnMut(ExportEvent)) -> anyhow:
     Ok(import(&request, progress)?)
 }
 
+/// Exports a checkpoint folder, or a repository whose weight files come while the first of them are exported.
+fn of_checkpoint(
+    arguments: &Arguments,
+    source: &ModelName,
+    shared: &Shared,
+    progress: &mut dyn FnMut(ExportEvent),
+) -> anyhow::Result<ExportSummary> {
+    let Source { folder, arriving, published } = located(arguments, source, shared)?;
+    let request = ExportRequest {
+        source: &folder,
+        arrivals: arriving.clone().map(|arriving| arriving as Arc<dyn Arrivals>),
+        out: &arguments.out,
+        recipe: arguments.recipe.as_deref(),
+        profile: arguments.profile.as_deref().unwrap_or(DEFAULT_PROFILE),
+        calibration: arguments.calibration.as_deref(),
+        target_bytes: arguments.target_size.map(|size| size.0),
+        set: &arguments.set,
+        force: arguments.force,
+        published,
+        fault: None,
+    };
+    let summary = export(&request, progress)?;
+    let freed = match arriving.filter(|_| !arguments.keep_source) {
+        Some(arriving) => arriving.forget()?,
+        None => 0,
+    };
+    if freed > 0 {
+        let freed = ByteSize(freed);
+        let note = format!("the downloaded weight files are removed ({freed}); --keep-source keeps them");
+        locked(shared).on_event(Event::note(note));
+    }
+    Ok(summary)
+}
+
+/// A checkpoint, and what of it is on its way.
+struct Source {
+    folder: PathBuf,
+    arriving: Option<Arc<Arriving>>,
+    published: Option<Published>,
+}
+
+fn located(arguments: &Arguments, source: &ModelName, shared: &Shared) -> anyhow::Result<Source> {
+    let repo = match (source, &arguments.models.model_dir) {
+        (ModelName::Repository(repo), None) => repo,
+        _ => {
+            let folder = arguments.models.folder(source, Need::Weights, &mut locked(shared))?;
+            return Ok(Source { folder, arriving: None, published: None });
+        }
+    };
+    let hub = Hub::new(Settings::from_env()?, Arc::clone(&STOPPED))?;
+    let display = Arc::clone(shared);
+    let tell: Teller = Arc::new(move |event| locked(&display).on_event(event));
+    let (folder, arriving) = hub.checkpoint(repo, tell)?;
+    let commit = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let license = arriving.as_ref().and_then(|arriving| arriving.license().map(str::to_owned));
+    let published = Some(Published { repo: repo.id.clone(), commit, license });
+    Ok(Source { folder, arriving: arriving.map(Arc::new), published })
+}
+
 /// The sources that are graphs, and what the user says that they are.
 fn graphs(arguments: &Arguments) -> Vec<(Option<Role>, PathBuf)> {
     let Arguments { text_encoder, transformer, decoder, sources, .. } = arguments;
     let named =
         [(Role::TextEncoder, text_encoder), (Role::Transformer, transformer), (Role::Decoder, decoder)];
     let named = named.into_iter().filter_map(|(role, path)| Some((Some(role), path.clone()?)));
+    let paths = sources.iter().filter_map(|source| match source {
+        ModelName::Path(path) => Some(path),
+        ModelName::Repository(_) => None,
+    });
     let is_graph = |path: &&PathBuf| path.extension().is_some_and(|e| e.eq_ignore_ascii_case("onnx"));
-    named.chain(sources.iter().filter(is_graph).map(|path| (None, path.clone()))).collect()
+    named.chain(paths.filter(is_graph).map(|path| (None, path.clone()))).collect()
 }
 
 /// Adds up bytes and hands events on; between two events it also notices an interrupt.
@@ -219,7 +298,7 @@ fn stop(staging: Option<&Path>) -> ! {
     if let Some(folder) = staging {
         let _ = fs::remove_dir_all(folder);
     }
-    complain("interrupted; nothing was kept");
+    complain("interrupted; no bundle was made");
     exit(INTERRUPTED)
 }
 

@@ -1,10 +1,6 @@
 //! `viaduct inspect`
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeMap, fs, path::Path};
 
 use anyhow::Context;
 use clap::Args;
@@ -15,8 +11,13 @@ use viaduct_export::{
     onnx::{Graph, ValueId, ValueType, read_graph},
 };
 
-use super::{exit::UsageError, printer::print};
-use crate::{pipeline::image::png_texts, printable, verify::summaries};
+use super::{ProgressStyle, exit::UsageError, model::ModelArguments, printer::print, progress::Progress};
+use crate::{
+    hub::{ModelName, Need},
+    pipeline::image::png_texts,
+    printable,
+    verify::summaries,
+};
 
 /// Larger than any picture that `viaduct generate` writes.
 const MAX_PICTURE: u64 = 256 << 20;
@@ -24,8 +25,10 @@ const MAX_PICTURE: u64 = 256 << 20;
 /// Show what a bundle, an ONNX model or a picture made by `viaduct generate` is.
 #[derive(Args)]
 pub struct Arguments {
-    /// Bundle folder, .onnx file or .png file
-    path: PathBuf,
+    /// Bundle folder, .onnx file or .png file, or a repository (owner/name), which is downloaded if it is not in the cache
+    path: ModelName,
+    #[command(flatten)]
+    models: ModelArguments,
     /// Read every file of a bundle and compare its SHA-256
     #[arg(long)]
     hashes: bool,
@@ -35,14 +38,19 @@ pub struct Arguments {
 }
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let path = &arguments.path;
+    let mut progress = Progress::new(ProgressStyle::Auto);
+    // Hashes are of all files; the rest shows in the graphs.
+    let is_local = matches!(arguments.path, ModelName::Path(_));
+    let need = if is_local || arguments.hashes { Need::Weights } else { Need::Description };
+    let path = &arguments.models.folder(&arguments.path, need, &mut progress)?;
+    drop(progress);
     let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_lowercase();
     let report = match extension.as_str() {
-        _ if path.is_dir() => bundle(path, arguments.hashes)?,
+        _ if path.is_dir() => bundle(path, need, arguments.hashes)?,
         "png" => picture(path)?,
         "onnx" => model(path)?,
         _ if Bundle::is_described_by(path) => {
-            bundle(path.parent().unwrap_or(Path::new(".")), arguments.hashes)?
+            bundle(path.parent().unwrap_or(Path::new(".")), need, arguments.hashes)?
         }
         _ if !path.exists() => {
             fs::metadata(path).with_context(|| path.display().to_string())?;
@@ -56,8 +64,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     print(&if arguments.json { format!("{report}\n") } else { lines(&report, 0) })
 }
 
-fn bundle(path: &Path, hashes: bool) -> anyhow::Result<Value> {
-    let bundle = Bundle::open(path)?;
+fn bundle(path: &Path, need: Need, hashes: bool) -> anyhow::Result<Value> {
+    let bundle = need.open(path)?;
     if hashes {
         bundle.verify_hashes(&mut |_| ())?;
     }
@@ -86,7 +94,7 @@ fn bundle(path: &Path, hashes: bool) -> anyhow::Result<Value> {
     if !manifest.verified.is_empty() {
         report["verified"] = summaries(&manifest.verified).into();
     }
-    if bundle.is_imported() {
+    if bundle.is_imported() && need == Need::Weights {
         report["reexport_gains"] = serde_json::to_value(gains(&bundle)?)?;
     }
     Ok(report)

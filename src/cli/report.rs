@@ -18,9 +18,13 @@ use viaduct_export::{
     shapes::Sizes,
 };
 
-use super::{SizeArguments, dimension, exit::UsageError, key_value, printer::print};
+use super::{
+    ProgressStyle, SizeArguments, dimension, exit::UsageError, key_value, model::ModelArguments,
+    printer::print, progress::Progress,
+};
 use crate::{
     atomic_file::{self, Existing},
+    hub::{ModelName, Need},
     plan::{Budget, OverBudget, Plan, PlannedModel, largest_that},
     plot::{to_png, to_svg},
     report::{MAX_STAGES, Report, StageReport, Subject, chart, compare_cuts, table},
@@ -45,9 +49,12 @@ type Planned = (Report, Result<(), Box<OverBudget>>);
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Arguments {
-    /// Bundle folder, checkpoint folder (its config files do) or .onnx file (its external data need not be there)
+    /// Bundle folder, checkpoint folder (its config files do) or .onnx file (its external data need not be there); or a repository
+    /// (owner/name)
     #[arg(conflicts_with = "recipe")]
-    path: Option<PathBuf>,
+    path: Option<ModelName>,
+    #[command(flatten)]
+    models: ModelArguments,
     /// In place of a path: a model that is neither exported nor downloaded, by a shipped recipe's name or a .toml file
     #[arg(long, value_name = "NAME|FILE")]
     recipe: Option<String>,
@@ -138,8 +145,12 @@ fn planned(arguments: &Arguments, device: DeviceProfile) -> anyhow::Result<Plann
         let outline = Outline::author(&OutlineRequest { source, profile, set: &arguments.set })?;
         of_outline(&outline, arguments, device.clone())
     };
-    let path = match (&arguments.path, &arguments.recipe) {
-        (Some(path), _) => path,
+    let (path, need) = match (&arguments.path, &arguments.recipe) {
+        (Some(ModelName::Path(path)), _) => (path, Need::Weights),
+        (Some(model), _) => {
+            let mut progress = Progress::new(ProgressStyle::Auto);
+            (&arguments.models.folder(model, Need::Description, &mut progress)?, Need::Description)
+        }
         (None, Some(recipe)) => return outline(OutlineSource::Recipe(recipe)),
         (None, None) => {
             return Err(usage(
@@ -154,9 +165,9 @@ fn planned(arguments: &Arguments, device: DeviceProfile) -> anyhow::Result<Plann
     let of_recipes = [("--profile", arguments.profile.is_some()), ("--set", !arguments.set.is_empty())];
     refuse(&of_recipes, "is for recipes and checkpoints; a bundle or a model is as it was exported")?;
     if path.is_dir() {
-        of_stages(&Bundle::open(path)?, arguments, device)
+        of_stages(&need.open(path)?, arguments, device)
     } else if Bundle::is_described_by(path) {
-        of_stages(&Bundle::open(path.parent().unwrap_or(Path::new("")))?, arguments, device)
+        of_stages(&need.open(path.parent().unwrap_or(Path::new("")))?, arguments, device)
     } else {
         of_model(path, arguments, device)
     }

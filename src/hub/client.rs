@@ -16,6 +16,7 @@ use ureq::{
 use super::{
     digest::PIECE,
     error::HubError,
+    listing::Listing,
     reference::RepoId,
     settings::{Patience, Settings},
     stop::Stop,
@@ -212,6 +213,25 @@ impl Client {
             }
         }
         Err(Failure::passing(format!("more than {MAX_HOPS} redirections")))
+    }
+
+    /// The first bytes of a file.
+    pub(super) fn beginning(&self, listing: &Listing, name: &str, bytes: u64) -> Result<Vec<u8>, Failure> {
+        let Listing { repo, commit, files, .. } = listing;
+        let url = self.address(repo, commit, name);
+        let range = format!("bytes=0-{}", bytes.saturating_sub(1));
+        let answer = self.open(repo, &url, Some(&range), self.settings.patience.answer)?;
+        let id = files.get(name).map(|file| file.id.as_str());
+        if answer.content.as_deref().zip(id).is_some_and(|(content, id)| content != id) {
+            return Err(Failure::passing(format!("{name}: the hub names another content than before")));
+        }
+        let mut read = Vec::new();
+        let body = answer.body.into_reader();
+        body.take(bytes).read_to_end(&mut read).map_err(|e| Failure::passing(e.to_string()))?;
+        match read.len() as u64 == bytes {
+            true => Ok(read),
+            false => Err(Failure::passing(format!("{name}: it ends after {} bytes", read.len()))),
+        }
     }
 
     fn unreachable(&self, error: &ureq::Error) -> Failure {

@@ -34,6 +34,18 @@ impl Hub {
     /// # Errors
     /// The first one ends the others, too. What has come stays, and is gone on with by the next call.
     pub fn fetch(&self, listing: &Listing, names: &[String], tell: Tell<'_>) -> Result<u64, HubError> {
+        self.fetch_each(listing, names, tell, &|_, _| ())
+    }
+
+    /// [`Hub::fetch`], which calls `arrived` with each file's name as soon as it is there, and with whether it came over the
+    /// network.
+    pub(super) fn fetch_each(
+        &self,
+        listing: &Listing,
+        names: &[String],
+        tell: Tell<'_>,
+        arrived: &(dyn Fn(&str, bool) + Sync),
+    ) -> Result<u64, HubError> {
         let shelf = self.shelf(&listing.repo);
         let files = names.iter().map(|name| Ok((&name[..], listing.file(name, "the request")?)));
         let files = files.collect::<Result<Vec<_>, HubError>>()?;
@@ -45,9 +57,12 @@ impl Hub {
         let next = || locked(&queue).pop_front().filter(|_| !stop.is_asked());
         let work = || {
             while let Some((name, file)) = next() {
-                if let Err(error) = fetch_one(&transfers, listing, name, file, &account) {
-                    locked(&failed).get_or_insert(error);
-                    stop.ask();
+                match fetch_one(&transfers, listing, name, file, &account) {
+                    Ok(came) => arrived(name, came),
+                    Err(error) => {
+                        locked(&failed).get_or_insert(error);
+                        stop.ask();
+                    }
                 }
             }
         };
@@ -60,7 +75,7 @@ impl Hub {
     }
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(super) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -70,13 +85,13 @@ fn fetch_one(
     name: &str,
     file: &RemoteFile,
     account: &Account<'_>,
-) -> Result<(), HubError> {
+) -> Result<bool, HubError> {
     let Listing { repo, commit, .. } = listing;
     let wanted = Wanted { repo, commit, name, bytes: file.bytes, id: &file.id };
-    transfers.bring(&wanted, &mut |moved| account.note(name, moved))?;
+    let came = transfers.bring(&wanted, &mut |moved| account.note(name, moved))?;
     transfers.shelf.link(commit, name, &file.id)?;
     account.note(name, Moved::To(file.bytes));
-    Ok(())
+    Ok(came)
 }
 
 /// Refuses what does not fit on the disk before anything is written.

@@ -3,14 +3,17 @@
 //! Built on `hf-hub`, which knows the cache's layout and the hub's addresses. Beside it stand transfers that go on where
 //! they were broken off, are checked against size and hash, and are shared by processes that want the same file.
 
+mod arriving;
 mod cache;
 mod client;
 mod digest;
 mod error;
 mod fetch;
 mod listing;
+mod pull;
 mod reference;
 mod settings;
+mod shelves;
 mod space;
 mod stop;
 mod transfer;
@@ -20,24 +23,28 @@ use std::{
     sync::{Arc, atomic::AtomicBool},
 };
 
+pub use self::{
+    arriving::{Arriving, Teller},
+    digest::ContentId,
+    error::HubError,
+    listing::{Listing, RemoteFile},
+    pull::{Need, Pulled, Selection},
+    reference::{MAIN, ModelName, RepoId, RepoIdError},
+    settings::{Patience, Settings},
+    shelves::{Kept, Kind},
+};
 use self::{
     cache::Shelf,
     client::{Attempts, Client},
     stop::Stop,
 };
-pub use self::{
-    digest::ContentId,
-    error::HubError,
-    listing::{Listing, RemoteFile},
-    reference::{MAIN, ModelName, RepoId, RepoIdError},
-    settings::{Patience, Settings},
-};
 use crate::pipeline::event::Event;
 
 /// A hub and the cache of what was brought from it.
+#[derive(Clone)]
 pub struct Hub {
     settings: Settings,
-    client: Client,
+    client: Arc<Client>,
     stop: Arc<AtomicBool>,
 }
 
@@ -47,7 +54,7 @@ pub type Tell<'a> = &'a (dyn Fn(Event) + Sync);
 impl Hub {
     /// `stop` ends all work, with [`HubError::Interrupted`], within a tenth of a second or a server's answer.
     pub fn new(settings: Settings, stop: Arc<AtomicBool>) -> Result<Hub, HubError> {
-        Ok(Hub { client: Client::new(&settings)?, settings, stop })
+        Ok(Hub { client: Arc::new(Client::new(&settings)?), settings, stop })
     }
 
     pub fn settings(&self) -> &Settings {
@@ -56,6 +63,10 @@ impl Hub {
 
     fn shelf(&self, repo: &RepoId) -> Shelf {
         Shelf::new(&self.settings.cache, repo)
+    }
+
+    fn attempts<'a>(&self, stop: &'a Stop<'a>, what: &'a str) -> Attempts<'a> {
+        Attempts::new(self.settings.patience, stop, what)
     }
 
     /// The folder of the revision as it was last brought, by whichever tool; its files need not be complete.
@@ -74,7 +85,7 @@ impl Hub {
             return Err(HubError::PullOffline { repo: repo.clone() });
         }
         let (what, stop) = (repo.to_string(), Stop::by(&self.stop));
-        let mut attempts = Attempts::new(self.settings.patience, &stop, &what);
+        let mut attempts = self.attempts(&stop, &what);
         loop {
             match self.client.describe(repo) {
                 Ok(json) => return Listing::parse(repo, &json),

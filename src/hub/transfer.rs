@@ -52,18 +52,18 @@ pub(super) enum Moved {
 }
 
 impl Transfers<'_> {
-    /// Sees to it that the content is in the cache. Of several processes one brings it.
-    pub(super) fn bring(&self, wanted: &Wanted<'_>, moved: &mut dyn FnMut(Moved)) -> Result<(), HubError> {
+    /// Sees to it that the content is in the cache; of several processes one brings it. Tells whether it was this one.
+    pub(super) fn bring(&self, wanted: &Wanted<'_>, moved: &mut dyn FnMut(Moved)) -> Result<bool, HubError> {
         let blob = self.shelf.blob(wanted.id);
         if is_there(&blob, wanted.bytes) {
-            return Ok(());
+            return Ok(false);
         }
         let partial = incomplete(&blob);
         // Elsewhere than in the other process nobody sees how far it is.
         let watch = || moved(Moved::To(fs::metadata(&partial).map_or(0, |metadata| metadata.len())));
         let _lock = self.shelf.lock(wanted.id, self.stop, watch)?;
         if is_there(&blob, wanted.bytes) {
-            return Ok(());
+            return Ok(false);
         }
         let what = format!("{}: {}", wanted.repo, wanted.name);
         let mut partial = Partial::open(partial, wanted)?;
@@ -80,7 +80,8 @@ impl Transfers<'_> {
             }
             tracing::warn!("{what}: the bytes are not those of the hub; they are brought once more");
         }
-        partial.publish(&blob)
+        partial.publish(&blob)?;
+        Ok(true)
     }
 
     /// Brings what is missing, and tells what it all is.

@@ -145,6 +145,8 @@ impl Checkpoint {
         let bundle = Bundle(scratch());
         let request = ExportRequest {
             source: &self.source,
+            arrivals: None,
+            published: None,
             out: &bundle.path(),
             recipe: None,
             profile,

@@ -13,7 +13,7 @@ use super::{
 use crate::{
     arch::flux2::imported::contract::{ContractError, Role, adapt},
     files::sha256,
-    onnx::{Model, ReadError, read_model},
+    onnx::{Model, ReadError, read_graph, read_model},
     passes::{self, PassError},
 };
 
@@ -65,16 +65,33 @@ pub struct Bundle {
     pub manifest: Manifest,
     /// How the graphs of another layout are adapted, by stage; empty for a bundle that this program wrote.
     adapters: BTreeMap<String, Adapter>,
+    /// Whether files that are no graphs may be missing.
+    graphs_only: bool,
 }
 
 impl Bundle {
     /// Opens a bundle of this program, or one in flux2-vulkan-bridge's layout.
     pub fn open(folder: &Path) -> Result<Bundle, BundleError> {
-        if folder.join(MANIFEST).symlink_metadata().is_err() && folder.join(CONFIG).is_file() {
+        if Bundle::is_of_another_layout(folder) {
             let (manifest, adapters) = legacy::open(folder).map_err(|e| BundleError::Legacy(Box::new(e)))?;
-            return Ok(Bundle { folder: folder.to_owned(), manifest, adapters });
+            return Ok(Bundle { folder: folder.to_owned(), manifest, adapters, graphs_only: false });
         }
         Bundle::open_own(folder)
+    }
+
+    /// [`Bundle::open`], but of a bundle of this program only the graphs need be there: it can be planned with and cannot be
+    /// run.
+    pub fn open_graphs(folder: &Path) -> Result<Bundle, BundleError> {
+        if Bundle::is_of_another_layout(folder) {
+            return Bundle::open(folder);
+        }
+        let bundle = Bundle { graphs_only: true, ..Bundle::unchecked(folder)? };
+        bundle.check_files()?;
+        Ok(bundle)
+    }
+
+    fn is_of_another_layout(folder: &Path) -> bool {
+        folder.join(MANIFEST).symlink_metadata().is_err() && folder.join(CONFIG).is_file()
     }
 
     /// Whether a folder looks like a bundle.
@@ -89,10 +106,14 @@ impl Bundle {
 
     /// Reads the manifest and checks every listed file's place and size; contents only in [`Bundle::verify_hashes`].
     fn open_own(folder: &Path) -> Result<Bundle, BundleError> {
-        let manifest = Manifest::read(folder)?;
-        let bundle = Bundle { folder: folder.to_owned(), manifest, adapters: BTreeMap::new() };
+        let bundle = Bundle::unchecked(folder)?;
         bundle.check_files()?;
         Ok(bundle)
+    }
+
+    fn unchecked(folder: &Path) -> Result<Bundle, BundleError> {
+        let (folder, manifest) = (folder.to_owned(), Manifest::read(folder)?);
+        Ok(Bundle { folder, manifest, adapters: BTreeMap::new(), graphs_only: false })
     }
 
     pub fn stage(&self, name: &str) -> Result<&Stage, BundleError> {
@@ -123,7 +144,8 @@ impl Bundle {
     /// A stage's graph as it was exported, with the names that this program gives its inputs and outputs.
     pub fn original(&self, stage: &str) -> Result<Model, BundleError> {
         let path = self.path(&self.stage(stage)?.graph)?;
-        let mut model = read_model(&path).map_err(Box::new)?;
+        let read = if self.graphs_only { read_graph } else { read_model };
+        let mut model = read(&path).map_err(Box::new)?;
         if let Some(Adapter { role, names, .. }) = self.adapters.get(stage) {
             let broken = |e| BundleError::Contract { path, source: Box::new(e) };
             adapt(&mut model, *role, names).map_err(broken)?;
@@ -179,7 +201,12 @@ impl Bundle {
             let path = self.path(&entry.path)?;
             let found = match fs::metadata(&path) {
                 Ok(metadata) => metadata.len(),
-                Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(BundleError::Missing { path }),
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                    if self.graphs_only && !self.manifest.is_graph(&entry.path) {
+                        continue;
+                    }
+                    return Err(BundleError::Missing { path });
+                }
                 Err(source) => return Err(BundleError::Io { path, source }),
             };
             if found != entry.bytes {
@@ -200,6 +227,11 @@ impl Bundle {
 }
 
 impl Manifest {
+    /// Whether a file is the graph of a stage.
+    pub fn is_graph(&self, file: &str) -> bool {
+        self.stages.iter().any(|stage| stage.graph == file)
+    }
+
     /// The manifest of the bundle in a folder, whatever else is there.
     pub fn read(folder: &Path) -> Result<Manifest, BundleError> {
         let path = folder.join(MANIFEST);

@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{
-    Calibration, CalibrationError, WeightsError, described,
+    Arrivals, Calibration, CalibrationError, WeightsError, described,
     index::{Index, Layout, locate},
     safetensors::{Entry, Shard},
 };
@@ -23,8 +23,17 @@ pub struct Checkpoint {
     pub(super) shards: Vec<Shard>,
     /// Tensor name to its place in `shards`.
     pub(super) places: BTreeMap<String, usize>,
+    /// The tensors of shards that nobody has or brings.
+    pub(super) absent: BTreeMap<String, Arc<MissingShard>>,
     described: bool,
     calibration: Option<Arc<Calibration>>,
+}
+
+/// A shard that the index lists and that is not there, which is no fault as long as none of its tensors is wanted.
+pub(super) struct MissingShard {
+    index: PathBuf,
+    path: PathBuf,
+    tensors: usize,
 }
 
 /// What a checkpoint says about a tensor, known without reading it.
@@ -43,15 +52,21 @@ impl Checkpoint {
     /// `diffusion_pytorch_model.safetensors`, then the only weight file there is; other files are left alone, and
     /// several weight files without an index are an error.
     pub fn open(path: &Path) -> Result<Checkpoint, WeightsError> {
-        let shards = match locate(path)? {
-            Layout::Single(file) => vec![Shard::open(&file)?],
-            Layout::Sharded(index) => open_shards(&index)?,
+        Checkpoint::open_with(path, None)
+    }
+
+    /// [`Checkpoint::open`] of a component directory whose weight files may still be on their way: they count as if they were
+    /// there. Reading a tensor waits for its file, and fails if another has come than the one that was announced.
+    pub fn open_with(path: &Path, arrivals: Option<&Arc<dyn Arrivals>>) -> Result<Checkpoint, WeightsError> {
+        let (shards, absent) = match locate(path, arrivals)? {
+            Layout::Single(file) => (vec![Shard::open(&file, arrivals)?], BTreeMap::new()),
+            Layout::Sharded(index) => open_shards(&index, arrivals)?,
         };
         let mut places = BTreeMap::new();
         for (place, shard) in shards.iter().enumerate() {
             places.extend(shard.tensors.keys().map(|name| (name.clone(), place)));
         }
-        Ok(Checkpoint { path: path.to_owned(), shards, places, described: false, calibration: None })
+        Ok(Checkpoint { path: path.to_owned(), shards, places, absent, described: false, calibration: None })
     }
 
     /// A checkpoint of which nothing is there: every tensor that is asked for exists in bf16 with the shape that is
@@ -61,6 +76,7 @@ impl Checkpoint {
             path: PathBuf::new(),
             shards: Vec::new(),
             places: BTreeMap::new(),
+            absent: BTreeMap::new(),
             described: true,
             calibration: None,
         }
@@ -103,11 +119,7 @@ impl Checkpoint {
         if self.described {
             return described::tensor(name, shape);
         }
-        let (shard, entry) = self.entry(name).ok_or_else(|| WeightsError::NoSuchTensor {
-            path: self.path.clone(),
-            tensor: name.to_owned(),
-            nearest: nearest(name, self.names()).map(str::to_owned),
-        })?;
+        let (shard, entry) = self.entry(name).ok_or_else(|| self.no_such(name))?;
         let path = || shard.file.path.clone();
         if !matches!(entry.dtype, DType::F32 | DType::F16 | DType::BF16) {
             return Err(WeightsError::WrongDType {
@@ -136,6 +148,22 @@ impl Checkpoint {
         Some(Tensor { dtype: entry.dtype, shape: entry.shape.clone(), bytes })
     }
 
+    /// Whether there is a tensor of that name, be it in a shard that is missing.
+    pub fn lists(&self, name: &str) -> bool {
+        self.places.contains_key(name) || self.absent.contains_key(name)
+    }
+
+    fn no_such(&self, name: &str) -> WeightsError {
+        match self.absent.get(name) {
+            Some(missing) => missing.error(name),
+            None => WeightsError::NoSuchTensor {
+                path: self.path.clone(),
+                tensor: name.to_owned(),
+                nearest: nearest(name, self.names()).map(str::to_owned),
+            },
+        }
+    }
+
     fn entry(&self, name: &str) -> Option<(&Shard, &Entry)> {
         let shard = &self.shards[*self.places.get(name)?];
         Some((shard, shard.tensors.get(name)?))
@@ -154,22 +182,35 @@ impl fmt::Debug for Checkpoint {
     }
 }
 
+impl MissingShard {
+    fn error(&self, tensor: &str) -> WeightsError {
+        WeightsError::ShardMissing {
+            index: self.index.clone(),
+            shard: self.path.clone(),
+            tensor: tensor.to_owned(),
+            others: self.tensors.saturating_sub(1),
+        }
+    }
+}
+
+/// Shards, and the tensors of those that are not there.
+type Shards = (Vec<Shard>, BTreeMap<String, Arc<MissingShard>>);
+
 /// Opens the shards of an index; the index and the headers must agree in both directions.
-fn open_shards(index: &Index) -> Result<Vec<Shard>, WeightsError> {
+fn open_shards(index: &Index, arrivals: Option<&Arc<dyn Arrivals>>) -> Result<Shards, WeightsError> {
     let dir = index.path.parent().unwrap_or(Path::new(""));
-    let open = |(name, listed): (&String, &Vec<String>)| {
+    let mut absent = BTreeMap::new();
+    let mut open = |(name, listed): (&String, &Vec<String>)| {
         let path = dir.join(name);
-        let shard = Shard::open(&path).map_err(|error| match error {
-            WeightsError::Io { source, path } if source.kind() == io::ErrorKind::NotFound => {
-                WeightsError::ShardMissing {
-                    index: index.path.clone(),
-                    shard: path,
-                    tensor: listed.first().cloned().unwrap_or_default(),
-                    others: listed.len().saturating_sub(1),
-                }
+        let shard = match Shard::open(&path, arrivals) {
+            Err(WeightsError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+                let missing = MissingShard { index: index.path.clone(), path, tensors: listed.len() };
+                let missing = Arc::new(missing);
+                absent.extend(listed.iter().map(|tensor| (tensor.clone(), Arc::clone(&missing))));
+                return Ok(None);
             }
-            other => other,
-        })?;
+            opened => opened?,
+        };
         let listed: BTreeSet<_> = listed.iter().collect();
         if let Some(tensor) = listed.iter().find(|name| !shard.tensors.contains_key(**name)) {
             let (index, tensor) = (index.path.clone(), tensor.to_string());
@@ -179,9 +220,10 @@ fn open_shards(index: &Index) -> Result<Vec<Shard>, WeightsError> {
             let (index, tensor) = (index.path.clone(), tensor.clone());
             return Err(WeightsError::PresentButUnlisted { index, shard: path, tensor });
         }
-        Ok(shard)
+        Ok(Some(shard))
     };
-    index.shards.iter().map(open).collect()
+    let opened = index.shards.iter().map(&mut open).collect::<Result<Vec<_>, _>>()?;
+    Ok((opened.into_iter().flatten().collect(), absent))
 }
 
 /// The name most like `wanted`: one that only adds or lacks a dotted prefix, else the one with the fewest edits.

@@ -75,9 +75,6 @@ pub fn author(
 
 /// Checkpoints of the whole language model say `model.layers.0…`, those of the bare encoder `layers.0…`.
 pub fn key_prefix(weights: &Checkpoint) -> &'static str {
-    match weights.find("model.embed_tokens.weight") {
-        Some(_) => "model.",
-        None if weights.find("embed_tokens.weight").is_some() => "",
-        None => "model.",
-    }
+    let is_bare = !weights.lists("model.embed_tokens.weight") && weights.lists("embed_tokens.weight");
+    if is_bare { "" } else { "model." }
 }

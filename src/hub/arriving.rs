@@ -1,0 +1,170 @@
+//! A checkpoint whose weight files are still on their way: each is read as soon as it is whole.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+    path::{Path, PathBuf},
+    sync::{Arc, Condvar, Mutex},
+    thread,
+};
+
+use viaduct_export::weights::{Arrivals, Beginning};
+
+use super::{Hub, HubError, Listing, fetch::locked, listing::RemoteFile, stop::Stop};
+use crate::pipeline::event::Event;
+
+/// What weight files are called.
+const WEIGHTS: &str = ".safetensors";
+/// Of the length of a header.
+const PREFIX: usize = 8;
+/// Longer than most headers, and little beside a shard.
+const FIRST: u64 = 128 << 10;
+/// The limit of the format's reference implementation.
+const MAX_HEADER: u64 = 100_000_000;
+
+/// Who is told of the progress, for as long as there is any.
+pub type Teller = Arc<dyn Fn(Event) + Send + Sync>;
+
+/// The weight files of a repository's snapshot.
+pub struct Arriving {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    hub: Hub,
+    listing: Listing,
+    folder: PathBuf,
+    tell: Teller,
+    beginnings: Mutex<BTreeMap<String, Beginning>>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// What is being brought, or was.
+    expected: BTreeSet<String>,
+    /// By name, whether it came over the network.
+    came: BTreeMap<String, bool>,
+    /// Why no more comes.
+    failed: Option<Arc<HubError>>,
+}
+
+/// An error that several readers may have to hear of.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Failed(Arc<HubError>);
+
+impl Arriving {
+    pub fn new(hub: Hub, listing: Listing, tell: Teller) -> Arriving {
+        let folder = hub.folder(&listing);
+        let (beginnings, state, changed) = Default::default();
+        Arriving { shared: Arc::new(Shared { hub, listing, folder, tell, beginnings, state, changed }) }
+    }
+
+    /// The licence that the repository states.
+    pub fn license(&self) -> Option<&str> {
+        self.shared.listing.license.as_deref()
+    }
+
+    /// Removes from the cache what came over the network for this snapshot, and tells how many bytes that gave.
+    pub fn forget(&self) -> Result<u64, HubError> {
+        let Shared { hub, listing, state, .. } = &*self.shared;
+        let came = locked(state);
+        let names = came.came.iter().filter(|(_, came)| **came).map(|(name, _)| &name[..]);
+        hub.forget(listing, names)
+    }
+}
+
+impl Shared {
+    /// The name of a file in the repository.
+    fn name<'a>(&self, file: &'a Path) -> Option<&'a str> {
+        file.strip_prefix(&self.folder).ok()?.to_str()
+    }
+
+    /// Brings files in a thread of its own; those that wait for them hear of each.
+    fn bring(self: &Arc<Self>, names: Vec<String>) {
+        let shared = Arc::clone(self);
+        thread::spawn(move || {
+            let arrived = |name: &str, came: bool| {
+                locked(&shared.state).came.insert(name.to_owned(), came);
+                shared.changed.notify_all();
+            };
+            if let Err(error) = shared.hub.fetch_each(&shared.listing, &names, &*shared.tell, &arrived) {
+                locked(&shared.state).failed.get_or_insert(Arc::new(error));
+                shared.changed.notify_all();
+            }
+        });
+    }
+
+    fn read_beginning(&self, name: &str, file: &RemoteFile) -> Result<Beginning, HubError> {
+        let mut header = self.read(name, FIRST.min(file.bytes))?;
+        let len = header.first_chunk::<PREFIX>().map_or(0, |len| u64::from_le_bytes(*len));
+        let whole = len.saturating_add(PREFIX as u64).min(file.bytes).min(MAX_HEADER);
+        if whole > header.len() as u64 {
+            header = self.read(name, whole)?;
+        }
+        header.truncate(usize::try_from(whole).unwrap_or(usize::MAX));
+        Ok(Beginning { header, bytes: file.bytes })
+    }
+
+    fn read(&self, name: &str, bytes: u64) -> Result<Vec<u8>, HubError> {
+        let stop = Stop::by(&self.hub.stop);
+        let what = format!("{}: {name}", self.listing.repo);
+        let mut attempts = self.hub.attempts(&stop, &what);
+        loop {
+            match self.hub.client.beginning(&self.listing, name, bytes) {
+                Ok(read) => return Ok(read),
+                Err(failure) => attempts.failed(failure)?,
+            }
+        }
+    }
+}
+
+impl Arrivals for Arriving {
+    fn names_in(&self, folder: &Path) -> Vec<String> {
+        let Some(below) = self.shared.name(folder) else { return Vec::new() };
+        let inside = |name: &String| {
+            let name = name.strip_prefix(below)?.strip_prefix('/')?;
+            let is_new = name.ends_with(WEIGHTS) && !name.contains('/') && !folder.join(name).exists();
+            is_new.then(|| name.to_owned())
+        };
+        self.shared.listing.files.keys().filter_map(inside).collect()
+    }
+
+    fn beginning(&self, path: &Path) -> io::Result<Option<Beginning>> {
+        let shared = &self.shared;
+        let Some(name) = shared.name(path) else { return Ok(None) };
+        let Some(file) = shared.listing.files.get(name) else { return Ok(None) };
+        let mut beginnings = locked(&shared.beginnings);
+        if let Some(known) = beginnings.get(name) {
+            return Ok(Some(known.clone()));
+        }
+        let beginning = shared.read_beginning(name, file).map_err(io::Error::other)?;
+        beginnings.insert(name.to_owned(), beginning.clone());
+        Ok(Some(beginning))
+    }
+
+    fn expect(&self, files: &[PathBuf]) {
+        let names: Vec<String> =
+            files.iter().filter_map(|file| self.shared.name(file)).map(str::to_owned).collect();
+        locked(&self.shared.state).expected.extend(names.iter().cloned());
+        self.shared.bring(names);
+    }
+
+    fn wait(&self, path: &Path) -> io::Result<()> {
+        let shared = &self.shared;
+        let name = shared.name(path).ok_or(io::ErrorKind::NotFound)?;
+        let is_new = locked(&shared.state).expected.insert(name.to_owned());
+        if is_new {
+            shared.bring(vec![name.to_owned()]);
+        }
+        let waiting = |state: &mut State| !state.came.contains_key(name) && state.failed.is_none();
+        let state = shared.changed.wait_while(locked(&shared.state), waiting);
+        let state = state.unwrap_or_else(|poisoned| poisoned.into_inner());
+        match &state.failed {
+            Some(error) if !state.came.contains_key(name) => Err(io::Error::other(Failed(Arc::clone(error)))),
+            _ => Ok(()),
+        }
+    }
+}
