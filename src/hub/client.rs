@@ -220,7 +220,7 @@ impl Client {
         let Listing { repo, commit, files, .. } = listing;
         let url = self.address(repo, commit, name);
         let range = format!("bytes=0-{}", bytes.saturating_sub(1));
-        let answer = self.open(repo, &url, Some(&range), self.settings.patience.answer)?;
+        let answer = self.open(repo, name, &url, Some(&range), self.settings.patience.answer)?;
         let id = files.get(name).map(|file| file.id.as_str());
         if answer.content.as_deref().zip(id).is_some_and(|(content, id)| content != id) {
             return Err(Failure::passing(format!("{name}: the hub names another content than before")));
