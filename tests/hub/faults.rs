@@ -151,11 +151,9 @@ fn bytes_that_are_not_the_files_are_brought_again() {
 
 #[test]
 fn a_file_that_is_another_one_now_is_not_taken() {
-    for etag in ["X-Linked-Etag"] {
-        let other = format!("\"{}\"", "0".repeat(64));
-        recovers(vec![(vec![header(etag, &other)], 1, redirect)], None, &[None, None]);
-        fails(vec![(vec![header(etag, &other)], ALWAYS, redirect)], &[FILE, "the hub names content 000"]);
-    }
+    let other = || header("X-Linked-Etag", &format!("\"{}\"", "0".repeat(64)));
+    recovers(vec![(vec![other()], 1, redirect)], None, &[None, None]);
+    fails(vec![(vec![other()], ALWAYS, redirect)], &[FILE, "the hub names content 000"]);
     // The blob host names things as it likes.
     recovers(vec![(vec![header("ETag", "\"x\"")], 1, body)], Some(WHOLE), &[None]);
     recovers(vec![(vec![Fault::Header("ETag", None)], 1, body)], Some(WHOLE), &[None]);

@@ -1,23 +1,26 @@
 //! A hub, a cache of its own, and looks into it that find whatever is not whole.
+#![allow(dead_code, reason = "each test file uses its own part")]
 
 use std::{
     collections::BTreeMap,
     fs, io,
     path::{Path, PathBuf},
+    process::{Command, Output},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
+        mpsc::{RecvTimeoutError, channel},
     },
     thread,
     time::Duration,
 };
 
+use serde_json::Value;
 use tempfile::TempDir;
-use viaduct::{
-    hub::{Hub, HubError, Patience, RepoId, Settings},
-    pipeline::event::Event,
-};
+use viaduct::hub::{Hub, HubError, Patience, RepoId, Settings};
 use viaduct_hub_server::{HubServer, Listed, Repository};
+
+use crate::bad::{text, viaduct};
 
 pub const ID: &str = "someone/model";
 
@@ -29,6 +32,18 @@ pub const PATIENCE: Patience = Patience {
     longest_wait: Duration::from_millis(20),
 };
 
+/// The environment of tools for the hub.
+const SHARED: [&str; 8] = [
+    "HF_HUB_CACHE",
+    "HUGGINGFACE_HUB_CACHE",
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "HF_TOKEN_PATH",
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+    "VIADUCT_MODEL_DIR",
+];
+
 /// Contents by the path in the repository.
 pub type Files = BTreeMap<String, Vec<u8>>;
 
@@ -37,7 +52,7 @@ pub struct Place {
     pub server: HubServer,
     pub home: TempDir,
     pub settings: Settings,
-    files: Files,
+    pub files: Files,
     listed: Vec<Listed>,
 }
 
@@ -65,22 +80,41 @@ impl Place {
 
     /// Brings everything; the bytes that came, by the client's count.
     pub fn pull(&self) -> Result<u64, HubError> {
-        self.pull_until(|_| false)
+        self.pull_within(Duration::MAX)
     }
 
-    /// Brings everything, or ends early once `enough` says so of how many bytes are there.
-    pub fn pull_until(&self, enough: impl Fn(u64) -> bool + Sync) -> Result<u64, HubError> {
+    /// Brings everything, or what comes in this time.
+    pub fn pull_within(&self, time: Duration) -> Result<u64, HubError> {
         let stop = Arc::new(AtomicBool::new(false));
         let hub = Hub::new(self.settings.clone(), stop.clone())?;
         let listing = hub.list(&repo())?;
         let names: Vec<String> = listing.files.keys().cloned().collect();
-        hub.fetch(&listing, &names, &|event| {
-            if let Event::Download { all_done, .. } = event
-                && enough(all_done)
-            {
-                stop.store(true, Ordering::Relaxed);
-            }
+        let (done, is_done) = channel::<()>();
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                if is_done.recv_timeout(time) == Err(RecvTimeoutError::Timeout) {
+                    stop.store(true, Ordering::Relaxed);
+                }
+            });
+            let result = hub.fetch(&listing, &names, &|_| ());
+            drop(done);
+            result
         })
+    }
+
+    /// The program with this hub and this cache, and nothing else of the environment that tools for the hub share.
+    pub fn program(&self, arguments: &str) -> Command {
+        let mut command = viaduct(self.home.path(), arguments);
+        for variable in SHARED {
+            command.env_remove(variable);
+        }
+        command.env("HF_HOME", self.home.path()).env("HF_ENDPOINT", self.server.url());
+        command
+    }
+
+    /// `viaduct pull` of everything.
+    pub fn pull_program(&self) -> Command {
+        self.program(&format!("pull {ID} --all --json"))
     }
 
     pub fn bytes(&self) -> u64 {
@@ -111,7 +145,7 @@ impl Place {
         size(self.blob(path)).max(size(self.incomplete(path)))
     }
 
-    fn folder(&self) -> PathBuf {
+    pub fn folder(&self) -> PathBuf {
         self.settings.cache.join(format!("models--{}", ID.replace('/', "--")))
     }
 
@@ -120,7 +154,7 @@ impl Place {
     }
 
     /// Everything is there, byte for byte, and nothing else.
-    fn whole(&self) -> Result<(), String> {
+    pub fn whole(&self) -> Result<(), String> {
         let snapshots = fs::read_dir(self.folder().join("snapshots")).map_err(|e| e.to_string())?;
         let snapshots: Vec<PathBuf> = snapshots.map(|entry| entry.unwrap().path()).collect();
         let [snapshot] = &snapshots[..] else { return Err(format!("{snapshots:?}")) };
@@ -203,6 +237,12 @@ impl Place {
     }
 }
 
+/// What a pull that ended well says.
+pub fn said(output: &Output) -> Value {
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{e}: {}", text(&output.stdout)))
+}
+
 pub fn repo() -> RepoId {
     ID.parse().unwrap()
 }
@@ -231,27 +271,4 @@ pub fn walk(folder: &Path) -> Vec<PathBuf> {
     let found = entries(folder).unwrap_or_default();
     let is_folder = |path: &PathBuf| path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir());
     found.into_iter().flat_map(|path| if is_folder(&path) { walk(&path) } else { vec![path] }).collect()
-}
-
-#[test]
-fn looks_find_a_wrong_byte_a_partial_file_and_a_stray_one() {
-    let place = Place::new(&Files::from([("w".into(), vec![7; 1000]), ("a.json".into(), b"{}".to_vec())]));
-    place.pull().unwrap();
-    place.assert_whole();
-    let blob = place.blob("w");
-    for broken in [[vec![7; 999], vec![6]].concat(), vec![7; 600], Vec::new()] {
-        fs::write(&blob, broken).unwrap();
-        assert!(place.look().is_err());
-        assert!(place.whole().is_err());
-    }
-    fs::write(&blob, vec![7; 1000]).unwrap();
-    place.look().unwrap();
-    fs::write(place.folder().join("blobs").join("0".repeat(64)), "stray").unwrap();
-    assert!(place.look().is_err());
-    fs::remove_file(place.folder().join("blobs").join("0".repeat(64))).unwrap();
-    fs::write(place.home.path().join("outside"), "").unwrap();
-    assert!(place.look().is_err());
-    fs::remove_file(place.home.path().join("outside")).unwrap();
-    fs::remove_file(&blob).unwrap();
-    assert!(place.look().unwrap_err().contains("leads nowhere"));
 }
