@@ -20,6 +20,7 @@ use super::{
     reference::RepoId,
     settings::{Patience, Settings},
     stop::Stop,
+    transfer::check_range,
 };
 
 /// Larger than any list of files.
@@ -224,6 +225,9 @@ impl Client {
         let id = files.get(name).map(|file| file.id.as_str());
         if answer.content.as_deref().zip(id).is_some_and(|(content, id)| content != id) {
             return Err(Failure::passing(format!("{name}: the hub names another content than before")));
+        }
+        if let (StatusCode::PARTIAL_CONTENT, Some(file)) = (answer.status, files.get(name)) {
+            check_range(&answer.headers, 0, file.bytes)?;
         }
         let mut read = Vec::new();
         let body = answer.body.into_reader();

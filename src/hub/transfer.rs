@@ -193,7 +193,7 @@ impl Filling<'_> {
 }
 
 /// A body may be taken as the rest of a content only if it says that it is.
-fn check_range(headers: &HeaderMap, from: u64, bytes: u64) -> Result<(), Failure> {
+pub(super) fn check_range(headers: &HeaderMap, from: u64, bytes: u64) -> Result<(), Failure> {
     let range = headers.get(header::CONTENT_RANGE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let parsed = || {
         let (range, total) = range.strip_prefix("bytes ")?.split_once('/')?;

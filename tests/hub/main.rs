@@ -5,6 +5,7 @@
 
 #[path = "../support/bad.rs"]
 mod bad;
+mod exports;
 mod faults;
 mod first_use;
 mod listings;

@@ -6,8 +6,9 @@ use serde_json::{Value, json};
 
 use crate::Content;
 
-/// Files of at least this size are stored with Git LFS when a folder is served.
+/// Files of at least this size, and those with these endings, are stored with Git LFS when a folder is served.
 const LFS_FROM: u64 = 1 << 20;
+const LFS_ENDINGS: [&str; 4] = ["safetensors", "onnx", "data", "bin"];
 
 /// A model repository. The files of `main` are added one by one; [`tag`](Self::tag) gives what is there another name.
 #[derive(Clone)]
@@ -76,7 +77,7 @@ impl Repository {
         }
     }
 
-    /// The files of a folder and its subfolders, which stay on disk; large ones as files in Git LFS.
+    /// The files of a folder and its subfolders, which stay on disk; weights and large ones as files in Git LFS.
     pub fn from_folder(id: &str, folder: &Path) -> io::Result<Self> {
         let mut repository = Self::new(id);
         let mut folders = vec![folder.to_owned()];
@@ -90,7 +91,8 @@ impl Repository {
                 let name =
                     path.strip_prefix(folder).map_err(io::Error::other)?.to_string_lossy().into_owned();
                 let content = Content::open(&path)?;
-                let lfs = content.size() >= LFS_FROM;
+                let ending = path.extension().and_then(|ending| ending.to_str()).unwrap_or_default();
+                let lfs = content.size() >= LFS_FROM || LFS_ENDINGS.contains(&ending);
                 repository.main().insert(name, Stored::new(content, lfs)?);
             }
         }
