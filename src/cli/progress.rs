@@ -11,6 +11,9 @@ use crate::{
     printable,
 };
 
+/// A downloaded file of fewer bytes is not worth a line.
+const TOLD: u64 = 1 << 20;
+
 pub struct Progress {
     style: ProgressStyle,
     bar: Option<ProgressBar>,
@@ -59,7 +62,9 @@ impl Progress {
             Event::Step { index, count, seconds } => {
                 self.say(&format!("step {index}/{count}, {seconds:.3} s"))
             }
-            Event::Download { file, done, bytes, all_done, all_bytes } if done == bytes => {
+            Event::Download { file, done, bytes, all_done, all_bytes }
+                if done == bytes && (*bytes >= TOLD || all_done == all_bytes) =>
+            {
                 let [bytes, all_done, all_bytes] = [*bytes, *all_done, *all_bytes].map(ByteSize);
                 self.say(&format!("{file}: {bytes} downloaded ({all_done} of {all_bytes} in all)"))
             }

@@ -111,7 +111,7 @@ impl Shared {
     fn read(&self, name: &str, bytes: u64) -> Result<Vec<u8>, HubError> {
         let stop = Stop::by(&self.hub.stop);
         let what = format!("{}: {name}", self.listing.repo);
-        let mut attempts = self.hub.attempts(&stop, &what);
+        let mut attempts = self.hub.attempts(&stop, &*self.tell, &what);
         loop {
             match self.hub.client.beginning(&self.listing, name, bytes) {
                 Ok(read) => return Ok(read),

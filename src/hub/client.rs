@@ -14,6 +14,7 @@ use ureq::{
 };
 
 use super::{
+    Tell,
     digest::PIECE,
     error::HubError,
     listing::Listing,
@@ -22,6 +23,7 @@ use super::{
     stop::Stop,
     transfer::check_range,
 };
+use crate::pipeline::event::Event;
 
 /// Larger than any list of files.
 const MAX_LISTING: u64 = 64 << 20;
@@ -68,13 +70,14 @@ pub(super) struct Answer {
 pub(super) struct Attempts<'a> {
     patience: Patience,
     stop: &'a Stop<'a>,
+    tell: Tell<'a>,
     what: &'a str,
     made: u32,
 }
 
 impl<'a> Attempts<'a> {
-    pub(super) fn new(patience: Patience, stop: &'a Stop<'a>, what: &'a str) -> Attempts<'a> {
-        Attempts { patience, stop, what, made: 0 }
+    pub(super) fn new(patience: Patience, stop: &'a Stop<'a>, tell: Tell<'a>, what: &'a str) -> Attempts<'a> {
+        Attempts { patience, stop, tell, what, made: 0 }
     }
 
     pub(super) fn brought_something(&mut self) {
@@ -97,8 +100,10 @@ impl<'a> Attempts<'a> {
             return Err(HubError::Transfer { what, problem, attempts: self.made });
         }
         let doubled = self.patience.first_wait.saturating_mul(1 << (self.made - 1).min(16));
-        tracing::info!("{what}: {problem}; attempt {} follows", self.made + 1);
-        pause(asked.unwrap_or(doubled).min(longest), self.stop)
+        let wait = asked.unwrap_or(doubled).min(longest);
+        let seconds = wait.as_secs_f32();
+        (self.tell)(Event::note(format!("{what}: {problem}; tried again in {seconds:.1} s")));
+        pause(wait, self.stop)
     }
 }
 

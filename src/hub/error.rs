@@ -35,6 +35,10 @@ pub enum HubError {
         wait.as_secs()
     )]
     RateLimited { what: String, wait: Duration },
+    #[error(
+        "{repo}: the hub cannot be asked ({problem}); check the network and HF_ENDPOINT, or name a local folder with --model-dir"
+    )]
+    Unreachable { repo: RepoId, problem: String },
     #[error("{what}: {problem} ({attempts} attempts); what is downloaded stays, so run it again to go on")]
     Transfer { what: String, problem: String, attempts: u32 },
     #[error("{what}: the server answered {status}{}", said(message))]

@@ -51,8 +51,13 @@ impl Hub {
         let files = files.collect::<Result<Vec<_>, HubError>>()?;
         check_space(&shelf, &files)?;
         let (stop, account) = (Stop::by(&self.stop), Account::new(&shelf, &files, tell));
-        let transfers =
-            Transfers { client: &self.client, shelf: &shelf, patience: self.settings.patience, stop: &stop };
+        let transfers = Transfers {
+            client: &self.client,
+            shelf: &shelf,
+            patience: self.settings.patience,
+            stop: &stop,
+            tell,
+        };
         let (queue, failed) = (Mutex::new(VecDeque::from(files)), Mutex::new(None));
         let next = || locked(&queue).pop_front().filter(|_| !stop.is_asked());
         let work = || {

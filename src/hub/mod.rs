@@ -65,8 +65,8 @@ impl Hub {
         Shelf::new(&self.settings.cache, repo)
     }
 
-    fn attempts<'a>(&self, stop: &'a Stop<'a>, what: &'a str) -> Attempts<'a> {
-        Attempts::new(self.settings.patience, stop, what)
+    fn attempts<'a>(&self, stop: &'a Stop<'a>, tell: Tell<'a>, what: &'a str) -> Attempts<'a> {
+        Attempts::new(self.settings.patience, stop, tell, what)
     }
 
     /// The folder of the revision as it was last brought, by whichever tool; its files need not be complete.
@@ -80,16 +80,21 @@ impl Hub {
     }
 
     /// Asks the hub what the repository holds.
-    pub fn list(&self, repo: &RepoId) -> Result<Listing, HubError> {
+    pub fn list(&self, repo: &RepoId, tell: Tell<'_>) -> Result<Listing, HubError> {
         if self.settings.offline {
             return Err(HubError::PullOffline { repo: repo.clone() });
         }
         let (what, stop) = (repo.to_string(), Stop::by(&self.stop));
-        let mut attempts = self.attempts(&stop, &what);
+        let mut attempts = self.attempts(&stop, tell, &what);
         loop {
             match self.client.describe(repo) {
                 Ok(json) => return Listing::parse(repo, &json),
-                Err(failure) => attempts.failed(failure)?,
+                Err(failure) => attempts.failed(failure).map_err(|error| match error {
+                    HubError::Transfer { problem, .. } => {
+                        HubError::Unreachable { repo: repo.clone(), problem }
+                    }
+                    other => other,
+                })?,
             }
         }
     }

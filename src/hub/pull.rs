@@ -75,8 +75,7 @@ impl Need {
 impl Hub {
     /// Brings a repository's model as it is on the hub now. What is in the cache already is not brought again.
     pub fn pull(&self, repo: &RepoId, selection: Selection, tell: Tell<'_>) -> Result<Pulled, HubError> {
-        let listing = self.list(repo)?;
-        self.tell_license(&listing, tell);
+        let listing = self.list(repo, tell)?;
         let (files, came) = match selection {
             Selection::All => (listing.files.keys().cloned().collect(), 0),
             Selection::Model => self.model_files(&listing, tell)?,
@@ -96,8 +95,9 @@ impl Hub {
         match need {
             Need::Weights => Ok(self.pull(repo, Selection::Model, tell)?.folder),
             Need::Description => {
-                let listing = self.list(repo)?;
+                let listing = self.list(repo, tell)?;
                 self.describe(&listing, tell)?;
+                self.shelf(repo).refer(&listing.commit)?;
                 Ok(self.folder(&listing))
             }
         }
@@ -109,9 +109,9 @@ impl Hub {
             return Ok((folder, None));
         }
         self.check_online(repo)?;
-        let listing = self.list(repo)?;
-        self.tell_license(&listing, &*tell);
+        let listing = self.list(repo, &*tell)?;
         self.describe(&listing, &*tell)?;
+        self.shelf(repo).refer(&listing.commit)?;
         let folder = self.folder(&listing);
         Ok((folder, Some(Arriving::new(self.clone(), listing, tell))))
     }
@@ -123,33 +123,31 @@ impl Hub {
         }
     }
 
-    /// Tells of the licence when a commit's files come for the first time.
-    fn tell_license(&self, listing: &Listing, tell: Tell<'_>) {
-        let (repo, is_new) = (&listing.repo, !self.folder(listing).exists());
-        if let Some(license) = listing.license.as_ref().filter(|_| is_new) {
-            tell(Event::note(format!("{repo}: licence {license}")));
-        }
-    }
-
-    /// Brings what tells of a model without its weights, and returns the bytes that came.
+    /// Brings what tells of a model without its weights, and returns the bytes that came. Of the licence is told when a
+    /// commit's files come for the first time.
     fn describe(&self, listing: &Listing, tell: Tell<'_>) -> Result<u64, HubError> {
+        let (repo, folder) = (&listing.repo, self.folder(listing));
+        let is_new = !folder.exists();
         let has = |name: &str| listing.files.contains_key(name);
         let (names, came) = if has(MANIFEST) {
             let came = self.fetch(listing, &[MANIFEST.to_owned()], tell)?;
-            let manifest = Manifest::read(&self.folder(listing))?;
+            let manifest = Manifest::read(&folder)?;
             let files = bundle_files(listing, &manifest)?;
             (files.into_iter().filter(|name| manifest.is_graph(name)).collect(), came)
         } else if has(CONFIG) {
             // What such a bundle consists of shows only when all of it is there.
-            (listing.files.keys().filter(|name| !FOR_PEOPLE.contains(&ending(name))).cloned().collect(), 0)
+            (of_another_layout(listing), 0)
         } else if has(CHECKPOINT) {
-            (listing.files.iter().filter(is_config).map(|(name, _)| name.clone()).collect(), 0)
+            (configs(listing), 0)
         } else {
-            return Err(HubError::NoModel { repo: listing.repo.clone() });
+            return Err(HubError::NoModel { repo: repo.clone() });
         };
         let names: Vec<String> = names;
         let came = came + self.fetch(listing, &names, tell)?;
-        self.shelf(&listing.repo).refer(&listing.commit)?;
+        let of_bundle = || Manifest::read(&folder).ok()?.source.license;
+        if let Some(license) = listing.license.clone().or_else(of_bundle).filter(|_| is_new) {
+            tell(Event::note(format!("{repo}: licence {license}")));
+        }
         Ok(came)
     }
 
@@ -160,12 +158,10 @@ impl Hub {
         if listing.files.contains_key(MANIFEST) {
             return Ok((bundle_files(listing, &Manifest::read(&folder)?)?, came));
         }
-        let described = listing.files.iter();
         if listing.files.contains_key(CONFIG) {
-            let names = described.filter(|(name, _)| !FOR_PEOPLE.contains(&ending(name)));
-            return Ok((names.map(|(name, _)| name.clone()).collect(), came));
+            return Ok((of_another_layout(listing), came));
         }
-        let mut names: Vec<String> = described.filter(is_config).map(|(name, _)| name.clone()).collect();
+        let mut names = configs(listing);
         let silent: Teller = Arc::new(|_| ());
         let arrivals: Arc<dyn Arrivals> = Arc::new(Arriving::new(self.clone(), listing.clone(), silent));
         let needed = needed_files(&folder, Some(&arrivals), None, &[]);
@@ -176,9 +172,17 @@ impl Hub {
     }
 }
 
-/// Whether a file of a checkpoint is none of weights: configs, tokenizers, indices of shards.
-fn is_config((name, file): &(&String, &RemoteFile)) -> bool {
-    CONFIGS.contains(&ending(name)) && name.matches('/').count() < 2 && file.bytes <= MAX_CONFIG
+/// The files of a checkpoint that hold no weights: configs, tokenizers, indices of shards.
+fn configs(listing: &Listing) -> Vec<String> {
+    let is_config = |(name, file): &(&String, &RemoteFile)| {
+        CONFIGS.contains(&ending(name)) && name.matches('/').count() < 2 && file.bytes <= MAX_CONFIG
+    };
+    listing.files.iter().filter(is_config).map(|(name, _)| name.clone()).collect()
+}
+
+/// The files of a bundle that does not list them.
+fn of_another_layout(listing: &Listing) -> Vec<String> {
+    listing.files.keys().filter(|name| !FOR_PEOPLE.contains(&ending(name))).cloned().collect()
 }
 
 /// The files that a bundle's manifest names, which must be those of the repository.

@@ -10,6 +10,7 @@ use std::{
 use ureq::http::{HeaderMap, StatusCode, header};
 
 use super::{
+    Tell,
     cache::Shelf,
     client::{Answer, Attempts, Client, Failure},
     digest::{ContentId, Digester},
@@ -18,6 +19,7 @@ use super::{
     settings::Patience,
     stop::Stop,
 };
+use crate::pipeline::event::Event;
 
 /// How often a content may turn out to be another one before that is an error.
 const TRIES: usize = 2;
@@ -40,6 +42,7 @@ pub(super) struct Transfers<'a> {
     pub shelf: &'a Shelf,
     pub patience: Patience,
     pub stop: &'a Stop<'a>,
+    pub tell: Tell<'a>,
 }
 
 /// How far a transfer is.
@@ -78,7 +81,9 @@ impl Transfers<'_> {
                 let _ = fs::remove_file(&partial.path);
                 return Err(HubError::Corrupt { what, expected, found: found.to_string() });
             }
-            tracing::warn!("{what}: the bytes are not those of the hub; they are brought once more");
+            (self.tell)(Event::note(format!(
+                "{what}: the bytes are not those that the hub states; they are brought once more"
+            )));
         }
         partial.publish(&blob)?;
         Ok(true)
@@ -101,7 +106,7 @@ impl Transfers<'_> {
             stop: self.stop,
             continues: true,
         };
-        let mut attempts = Attempts::new(self.patience, self.stop, what);
+        let mut attempts = Attempts::new(self.patience, self.stop, self.tell, what);
         while filling.partial.bytes < wanted.bytes {
             let before = filling.partial.bytes;
             let attempt = self.attempt(&mut filling, &url);
