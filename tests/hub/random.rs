@@ -117,6 +117,7 @@ fn pull(place: &Place, seed: u64, time: Duration) -> bool {
             let known = matches!(
                 error,
                 HubError::Transfer { .. }
+                    | HubError::Unreachable { .. }
                     | HubError::RateLimited { .. }
                     | HubError::Corrupt { .. }
                     | HubError::Listing { .. }

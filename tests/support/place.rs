@@ -87,7 +87,7 @@ impl Place {
     pub fn pull_within(&self, time: Duration) -> Result<u64, HubError> {
         let stop = Arc::new(AtomicBool::new(false));
         let hub = Hub::new(self.settings.clone(), stop.clone())?;
-        let listing = hub.list(&repo())?;
+        let listing = hub.list(&repo(), &|_| ())?;
         let names: Vec<String> = listing.files.keys().cloned().collect();
         let (done, is_done) = channel::<()>();
         thread::scope(|scope| {
