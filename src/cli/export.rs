@@ -230,7 +230,7 @@ fn located(arguments: &Arguments, source: &ModelName, shared: &Shared) -> anyhow
     let hub = Hub::new(Settings::from_env()?, Arc::clone(&STOPPED))?;
     let display = Arc::clone(shared);
     let tell: Teller = Arc::new(move |event| locked(&display).on_event(event));
-    let (folder, arriving) = hub.checkpoint(repo, tell)?;
+    let (folder, arriving) = hub.checkpoint(repo, arguments.recipe.as_deref(), &arguments.set, tell)?;
     let commit = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let license = arriving.as_ref().and_then(|arriving| arriving.license().map(str::to_owned));
     let published = Some(Published { repo: repo.id.clone(), commit, license });

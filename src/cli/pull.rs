@@ -7,11 +7,15 @@ use viaduct_export::bytes::ByteSize;
 
 use super::{
     ProgressArguments,
+    interrupt::{leave_with, on_interrupt},
     model::{hub, teller},
     printer::{complain, print},
     progress::Progress,
 };
-use crate::hub::{Pulled, RepoId, Selection};
+use crate::{
+    hub::{HubError, Pulled, RepoId, Selection},
+    pipeline::event::Event,
+};
 
 /// Download a model from a Hugging Face hub, or bring it up to date.
 ///
@@ -51,6 +55,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let started = Instant::now();
     let hub = hub()?;
     let mut progress = Progress::new(arguments.progress.progress);
+    stop_on_interrupt(&progress)?;
     let selection = if arguments.all { Selection::All } else { Selection::Model };
     let pulled = hub.pull(&arguments.repo, selection, &teller(&Mutex::new(&mut progress)));
     drop(progress);
@@ -69,4 +74,14 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         _ => format!("{}: {} downloaded in {seconds:.1} s", arguments.repo, ByteSize(came)),
     });
     print(&format!("{}\n", folder.display()))
+}
+
+/// An interrupt ends the process at once: what is written is gone on with, whole or not.
+fn stop_on_interrupt(progress: &Progress) -> anyhow::Result<()> {
+    let last_word = progress.last_word();
+    on_interrupt(move |signal| {
+        let event = Event::warning(HubError::Interrupted.to_string());
+        leave_with(signal, move || last_word(event))
+    })?;
+    Ok(())
 }

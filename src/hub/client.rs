@@ -21,6 +21,7 @@ use super::{
     reference::RepoId,
     settings::{Patience, Settings},
     stop::Stop,
+    transfer::check_range,
 };
 use crate::pipeline::event::Event;
 
@@ -182,10 +183,11 @@ impl Client {
         Ok(json)
     }
 
-    /// Asks for a file from a byte on. Of a body that is read for longer than `limit`, the rest does not come.
+    /// Asks for a file, which is at that address, from a byte on. Of a body that is read for longer than `limit`, the rest does not come.
     pub(super) fn open(
         &self,
         repo: &RepoId,
+        file: &str,
         url: &str,
         range: Option<&str>,
         limit: Duration,
@@ -211,7 +213,7 @@ impl Client {
                 let (parts, body) = response.into_parts();
                 return Ok(Answer { status, headers: parts.headers, content, body });
             } else {
-                let what = format!("{repo}: {}", uri.path());
+                let what = format!("{repo}: {file}");
                 let ours = same_host(&uri, &self.endpoint);
                 return Err(self.refusal(repo, &what, status, response, ours));
             }
@@ -224,10 +226,13 @@ impl Client {
         let Listing { repo, commit, files, .. } = listing;
         let url = self.address(repo, commit, name);
         let range = format!("bytes=0-{}", bytes.saturating_sub(1));
-        let answer = self.open(repo, &url, Some(&range), self.settings.patience.answer)?;
+        let answer = self.open(repo, name, &url, Some(&range), self.settings.patience.answer)?;
         let id = files.get(name).map(|file| file.id.as_str());
         if answer.content.as_deref().zip(id).is_some_and(|(content, id)| content != id) {
             return Err(Failure::passing(format!("{name}: the hub names another content than before")));
+        }
+        if let (StatusCode::PARTIAL_CONTENT, Some(file)) = (answer.status, files.get(name)) {
+            check_range(&answer.headers, 0, file.bytes)?;
         }
         let mut read = Vec::new();
         let body = answer.body.into_reader();

@@ -103,9 +103,19 @@ impl Hub {
         }
     }
 
-    /// For an export: the folder of a checkpoint, and its weight files where they still have to come.
-    pub fn checkpoint(&self, repo: &RepoId, tell: Teller) -> Result<(PathBuf, Option<Arriving>), HubError> {
-        if let Some(folder) = self.cached(repo).filter(|folder| suffices(folder, Need::Weights)) {
+    /// For an export with that recipe and those changes of it: the folder of a checkpoint, and its weight files where they
+    /// still have to come.
+    pub fn checkpoint(
+        &self,
+        repo: &RepoId,
+        recipe: Option<&str>,
+        set: &[(String, String)],
+        tell: Teller,
+    ) -> Result<(PathBuf, Option<Arriving>), HubError> {
+        let is_whole = |folder: &PathBuf| {
+            suffices(folder, Need::Weights) || needed_files(folder, None, recipe, set).is_ok()
+        };
+        if let Some(folder) = self.cached(repo).filter(is_whole) {
             return Ok((folder, None));
         }
         self.check_online(repo)?;

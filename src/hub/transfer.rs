@@ -124,7 +124,8 @@ impl Transfers<'_> {
         let from = filling.partial.bytes;
         let range = (from > 0).then(|| format!("bytes={from}-"));
         let limit = if filling.continues { self.patience.answer } else { WHOLE_BODY };
-        let answer = self.client.open(filling.wanted.repo, url, range.as_deref(), limit)?;
+        let Wanted { repo, name, .. } = *filling.wanted;
+        let answer = self.client.open(repo, name, url, range.as_deref(), limit)?;
         let id = filling.wanted.id.as_str();
         if let Some(content) = answer.content.as_ref().filter(|content| *content != id) {
             return Err(Failure::passing(format!("the hub names content {content} instead of {id}")));
@@ -181,7 +182,11 @@ impl Filling<'_> {
                 Ok(0) => return Err(Failure::passing(format!("the connection ended {left} bytes early"))),
                 Ok(len) => len,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => return Err(Failure::passing(error.to_string())),
+                Err(error) => {
+                    return Err(Failure::passing(format!(
+                        "the connection ended {left} bytes early: {error}"
+                    )));
+                }
             };
             self.partial.append(&piece.buffer[..piece.len]).map_err(Failure::Final)?;
             (self.moved)(Moved::Came(piece.len as u64));
@@ -193,7 +198,7 @@ impl Filling<'_> {
 }
 
 /// A body may be taken as the rest of a content only if it says that it is.
-fn check_range(headers: &HeaderMap, from: u64, bytes: u64) -> Result<(), Failure> {
+pub(super) fn check_range(headers: &HeaderMap, from: u64, bytes: u64) -> Result<(), Failure> {
     let range = headers.get(header::CONTENT_RANGE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let parsed = || {
         let (range, total) = range.strip_prefix("bytes ")?.split_once('/')?;

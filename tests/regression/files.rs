@@ -12,7 +12,7 @@ use crate::{
 
 /// A half-downloaded file passes for a whole one: <https://github.com/huggingface/huggingface_hub/issues/4223>,
 /// <https://github.com/huggingface/huggingface_hub/issues/4779>. Weights, and files of a bundle, that are cut are
-/// refused; a byte that differs is found by its hash. What a download does about it comes with downloads.
+/// refused; a byte that differs is found by its hash. What a download does about it is in `downloads`.
 #[test]
 fn bug_28_half_downloaded_files() {
     let good = Good::checkpoint();

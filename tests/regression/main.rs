@@ -10,10 +10,10 @@
 //! | 20, rewriting in constant memory | `export/tests/onnx_large.rs`, on demand | it writes 7 GiB; here such models are read, planned and run |
 //! | 26, sizes of reference images (<https://github.com/sgl-project/sglang/issues/17302>) | none | no command takes a reference image yet |
 //! | 27, residuals beyond f16 of the Qwen3-VL encoder | none | that model is not here yet; residual sums are f32 (`tests/passes/fp32_islands.rs`) |
-//! | 28, downloads (<https://github.com/huggingface/huggingface_hub/issues/4223>) | none | nothing is downloaded yet; files that are cut are noticed |
 
 #[path = "../support/bad.rs"]
 mod bad;
+mod downloads;
 mod files;
 mod graphs;
 mod memory;
@@ -21,6 +21,8 @@ mod numerics;
 #[path = "../../export/tests/onnx_support/mod.rs"]
 mod onnx_support;
 mod pictures;
+#[path = "../support/place.rs"]
+mod place;
 #[path = "../runtime_support/mod.rs"]
 mod runtime_support;
 #[path = "../support/system.rs"]

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 venv=${1:-.venv}
 requirements=${2:-tools/setup/requirements.txt}
-modules=${3:-onnx.checker, onnxruntime.quantization.matmul_nbits_quantizer}
+modules=${3:-huggingface_hub, onnx.checker, onnxruntime.quantization.matmul_nbits_quantizer}
 wanted=$(python3 -c 'import sys; print(sys.version)'; sha256sum "$requirements")
 
 if [[ -e $venv/ready && $(<"$venv/ready") == "$wanted" ]] && "$venv/bin/python" -c '' 2>/dev/null; then
