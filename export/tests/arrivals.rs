@@ -200,6 +200,7 @@ fn exported(
     let request = ExportRequest {
         source: &folder.root,
         arrivals: arrivals.map(|held| Arc::clone(held) as Arc<dyn Arrivals>),
+        published: None,
         out: &out,
         recipe: None,
         profile,
