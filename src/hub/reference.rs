@@ -1,7 +1,7 @@
 //! How users name models: a path, or a repository of a hub.
 
 use std::{
-    convert::Infallible,
+    ffi::OsString,
     fmt,
     path::{Path, PathBuf},
     str::FromStr,
@@ -83,23 +83,18 @@ pub enum ModelName {
     Repository(RepoId),
 }
 
-impl ModelName {
-    /// What exists is a path, whatever it looks like, and so is what is named like a file of a model.
-    fn of(text: &str) -> ModelName {
-        let path = Path::new(text);
+/// What exists is a path, whatever it looks like, and so is what is named like a file of a model. Paths need not be text.
+impl From<OsString> for ModelName {
+    fn from(name: OsString) -> ModelName {
+        let path = Path::new(&name);
         let is_file = path.extension().is_some_and(|ending| FILES.iter().any(|file| ending == *file));
-        if !text.starts_with(SCHEME) && (is_file || path.exists()) {
-            return ModelName::Path(text.into());
+        let text = name.to_str().unwrap_or_default();
+        match text.parse() {
+            Ok(repo) if text.starts_with(SCHEME) || !(is_file || path.exists()) => {
+                ModelName::Repository(repo)
+            }
+            _ => ModelName::Path(name.into()),
         }
-        text.parse().map_or_else(|_| ModelName::Path(text.into()), ModelName::Repository)
-    }
-}
-
-impl FromStr for ModelName {
-    type Err = Infallible;
-
-    fn from_str(text: &str) -> Result<ModelName, Infallible> {
-        Ok(ModelName::of(text))
     }
 }
 
@@ -154,10 +149,13 @@ mod tests {
 
     #[test]
     fn what_exists_is_a_path() {
-        assert_eq!(ModelName::of("src/hub"), ModelName::Path("src/hub".into()));
-        assert!(matches!(ModelName::of("hf://src/hub"), ModelName::Repository(_)));
-        assert!(matches!(ModelName::of("src/no-such"), ModelName::Repository(_)));
-        assert_eq!(ModelName::of("pictures/fox.png"), ModelName::Path("pictures/fox.png".into()));
-        assert_eq!(ModelName::of("./no-such"), ModelName::Path("./no-such".into()));
+        assert_eq!(ModelName::from(OsString::from("src/hub")), ModelName::Path("src/hub".into()));
+        assert!(matches!(ModelName::from(OsString::from("hf://src/hub")), ModelName::Repository(_)));
+        assert!(matches!(ModelName::from(OsString::from("src/no-such")), ModelName::Repository(_)));
+        assert_eq!(
+            ModelName::from(OsString::from("pictures/fox.png")),
+            ModelName::Path("pictures/fox.png".into())
+        );
+        assert_eq!(ModelName::from(OsString::from("./no-such")), ModelName::Path("./no-such".into()));
     }
 }
