@@ -257,7 +257,8 @@ impl Client {
         ours: bool,
     ) -> Failure {
         let header = |name: &str| answer.headers().get(name).and_then(|value| value.to_str().ok());
-        let wait = || header("retry-after").and_then(|s| s.trim().parse().ok()).map(Duration::from_secs);
+        let seconds = || header("retry-after")?.trim().parse().ok();
+        let wait = || seconds().or_else(|| until_reset(header("ratelimit")?)).map(Duration::from_secs);
         let (repo, endpoint) = (repo.clone(), self.settings.endpoint.clone());
         let error = match (status.as_u16(), header("x-error-code")) {
             (429, _) => {
@@ -284,6 +285,12 @@ impl Client {
         };
         Failure::Final(error)
     }
+}
+
+/// The seconds of `"api";r=0;t=55`, the hub's word for that many until it takes requests again.
+fn until_reset(limit: &str) -> Option<u64> {
+    let mut parameters = limit.split(';').filter_map(|parameter| parameter.trim().split_once('='));
+    parameters.find(|(name, _)| *name == "t")?.1.parse().ok()
 }
 
 /// The beginning of a body that is to be read by people.

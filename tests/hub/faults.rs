@@ -187,6 +187,9 @@ fn who_asks_too_often_waits() {
             recovers(vec![(vec![Fault::TooManyRequests(wait.into())], 2, endpoint)], Some(WHOLE), &[None]);
         }
         fails(vec![(vec![Fault::TooManyRequests("0".into())], ALWAYS, endpoint)], &[ID, "too many requests"]);
+        // What the hub itself says where others have `Retry-After`.
+        let limit = || vec![Fault::Status(429), header("RateLimit", "\"api\";r=0;t=3600")];
+        fails(vec![(limit(), ALWAYS, endpoint)], &[ID, "asks to wait 3600 s"]);
         let long = || Fault::TooManyRequests("3600".into());
         let says = [ID, "asks to wait 3600 s", "too many requests", "HF_TOKEN", "what is downloaded stays"];
         fails(vec![(vec![long()], ALWAYS, endpoint)], &says);

@@ -2,6 +2,7 @@
 
 use std::{
     fs,
+    path::Path,
     process::{Child, Stdio},
     thread,
     time::{Duration, Instant},
@@ -12,7 +13,7 @@ use viaduct_hub_server::{Endpoint, Fault, Request, noise};
 
 use crate::{
     bad::{finish, text},
-    place::{Files, ID, Place, said},
+    place::{Files, ID, Place, repository, said},
 };
 
 const SIZE: usize = 3_000_000;
@@ -148,6 +149,54 @@ fn pulls_say_what_they_did() {
     let pinned = said(&finish(place.program(&format!("pull hf://{ID}@{commit} --all --json"))));
     assert_eq!(pinned["path"], first["path"]);
     place.assert_whole();
+}
+
+#[test]
+fn a_new_commit_brings_what_changed() {
+    let place = Place::new(&files());
+    let pull = || said(&finish(place.pull_program()));
+    let old = pull();
+    let mut changed = files();
+    changed.insert("b.bin".into(), noise(9, 7000));
+    changed.remove("config.json");
+    place.server.add(repository(&changed));
+    let new = pull();
+    assert_eq!((new["transferred"].as_u64(), new["files"].as_array().unwrap().len()), (Some(7000), 2));
+    let read =
+        |commit: &Value, file: &str| fs::read(Path::new(commit["path"].as_str().unwrap()).join(file)).ok();
+    for (path, content) in &changed {
+        assert!(read(&new, path).as_ref() == Some(content), "{path}");
+    }
+    assert_eq!(read(&new, "config.json"), None);
+    // The files of the commit before stay what they were.
+    for (path, content) in &files() {
+        assert!(read(&old, path).as_ref() == Some(content), "{path}");
+    }
+}
+
+#[test]
+fn the_environment_is_that_of_all_tools_for_the_hub() {
+    let place = Place::serving(&files(), repository(&files()).private("hf_secret"));
+    let pull = |variables: &[(&str, &str)]| {
+        let mut command = place.pull_program();
+        command.envs(variables.iter().copied());
+        finish(command)
+    };
+    assert_eq!(pull(&[]).status.code(), Some(1));
+    let elsewhere = place.home.path().join("else where");
+    let elsewhere = elsewhere.to_str().unwrap();
+    let told = said(&pull(&[("HF_TOKEN", "hf_secret"), ("HF_HUB_CACHE", elsewhere)]));
+    assert!(told["path"].as_str().unwrap().starts_with(elsewhere), "{told}");
+    assert!(!place.settings.cache.exists());
+    fs::write(place.home.path().join("token"), "hf_secret\n").unwrap();
+    let told = said(&pull(&[]));
+    let folder = place.folder();
+    assert!(told["path"].as_str().unwrap().starts_with(folder.to_str().unwrap()), "{told}");
+    assert!(
+        place.server.served().iter().all(|served| served.endpoint != Endpoint::Blob || !served.authorised)
+    );
+    let refused = pull(&[("HF_ENDPOINT", "hub.example")]);
+    assert!(text(&refused.stderr).contains("HF_ENDPOINT=hub.example"), "{}", text(&refused.stderr));
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::{path::Path, process::Command};
 
-use viaduct_hub_server::{Endpoint, Served};
+use viaduct_hub_server::{Endpoint, Fault, Served};
 
 use crate::{
     bad::{finish, text},
@@ -105,4 +105,25 @@ fn what_python_brought_in_part_is_completed() {
     std::fs::remove_file(stray).unwrap();
     let folder = said(&finish(place.pull_program()))["path"].clone();
     assert_eq!(snapshot_download(&python, &place, "", true), folder.as_str().unwrap());
+}
+
+#[test]
+fn revisions_are_the_same_for_both() {
+    let Some(python) = python() else { return };
+    for revision in ["v1", "refs/pr/3"] {
+        let argument = format!("revision='{revision}'");
+        let pull =
+            |place: &Place| said(&finish(place.program(&format!("pull {ID}@{revision} --all --json"))));
+        let place = || Place::serving(&files(), repository(&files()).tag("v1").tag("refs/pr/3"));
+        let ours = place();
+        let told = pull(&ours);
+        ours.server.fail([Fault::Status(500)], usize::MAX, |_| true);
+        assert_eq!(snapshot_download(&python, &ours, &argument, true), told["path"].as_str().unwrap());
+
+        let theirs = place();
+        let path = snapshot_download(&python, &theirs, &argument, false);
+        let before = theirs.server.served().len();
+        assert_eq!(pull(&theirs)["path"].as_str(), Some(path.as_str()));
+        assert!(bodies(&theirs.server.served()[before..]).is_empty());
+    }
 }
