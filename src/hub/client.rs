@@ -262,8 +262,7 @@ impl Client {
         let (repo, endpoint) = (repo.clone(), self.settings.endpoint.clone());
         let error = match (status.as_u16(), header("x-error-code")) {
             (429, _) => {
-                let wait = Some(wait().unwrap_or(self.settings.patience.first_wait));
-                return Failure::Passing { problem: "too many requests".to_owned(), wait };
+                return Failure::Passing { problem: "too many requests".to_owned(), wait: wait() };
             }
             (408 | 425 | 500..=599, _) => {
                 return Failure::Passing { problem: format!("the server answered {status}"), wait: wait() };

@@ -9,7 +9,7 @@ use std::{
 use serde_json::Value;
 use viaduct_export::{
     bundle::{Bundle, BundleError, CONFIG, MANIFEST, Manifest, needed_files},
-    weights::{Arrivals, read_json},
+    weights::{Arrivals, Checkpoint, read_json},
 };
 
 use super::{
@@ -174,10 +174,16 @@ impl Hub {
         let mut names = configs(listing);
         let silent: Teller = Arc::new(|_| ());
         let arrivals: Arc<dyn Arrivals> = Arc::new(Arriving::new(self.clone(), listing.clone(), silent));
-        let needed = needed_files(&folder, Some(&arrivals), None, &[]);
-        let needed = needed.map_err(|error| HubError::Checkpoint(Box::new(error)))?;
         let name = |path: PathBuf| Some(path.strip_prefix(&folder).ok()?.to_str()?.to_owned());
-        names.extend(needed.into_iter().filter_map(name));
+        match needed_files(&folder, Some(&arrivals), None, &[]) {
+            Ok(needed) => names.extend(needed.into_iter().filter_map(name)),
+            Err(error) => {
+                // Which tensors another recipe wants is not known.
+                let (repo, error) = (&listing.repo, error.to_string());
+                tell(Event::note(format!("{repo}: all weights of its components are wanted: {error}")));
+                names.extend(weights(listing, &folder));
+            }
+        }
         Ok((names, came))
     }
 }
@@ -188,6 +194,16 @@ fn configs(listing: &Listing) -> Vec<String> {
         CONFIGS.contains(&ending(name)) && name.matches('/').count() < 2 && file.bytes <= MAX_CONFIG
     };
     listing.files.iter().filter(is_config).map(|(name, _)| name.clone()).collect()
+}
+
+/// The weight files of a checkpoint's components.
+fn weights(listing: &Listing, folder: &Path) -> Vec<String> {
+    let components = components(folder);
+    let is_weights = |name: &&String| {
+        let inside = folder.join(name);
+        ending(name) == "safetensors" && components.iter().any(|component| inside.parent() == Some(component))
+    };
+    listing.files.keys().filter(is_weights).cloned().collect()
 }
 
 /// The files of a bundle that does not list them.
@@ -225,8 +241,18 @@ pub(super) fn suffices(folder: &Path, need: Need) -> bool {
     match (is_checkpoint, need) {
         (false, need) => need.open(folder).is_ok(),
         (true, Need::Description) => components(folder).iter().all(|component| component.is_dir()),
-        (true, Need::Weights) => needed_files(folder, None, None, &[]).is_ok(),
+        (true, Need::Weights) => needed_files(folder, None, None, &[]).is_ok() || is_complete(folder),
     }
+}
+
+/// Whether a checkpoint has all weights of all components, whatever a recipe wants of them.
+fn is_complete(folder: &Path) -> bool {
+    // Tokenizers and schedulers have configs of other names.
+    let has_all = |component: &PathBuf| match component.join("config.json").exists() {
+        true => Checkpoint::open(component).is_ok_and(|weights| weights.is_complete()),
+        false => component.is_dir(),
+    };
+    components(folder).iter().all(has_all)
 }
 
 /// The folders of a checkpoint that its index names.

@@ -148,6 +148,11 @@ impl Checkpoint {
         Some(Tensor { dtype: entry.dtype, shape: entry.shape.clone(), bytes })
     }
 
+    /// Whether all shards are there that the index lists.
+    pub fn is_complete(&self) -> bool {
+        self.absent.is_empty()
+    }
+
     /// Whether there is a tensor of that name, be it in a shard that is missing.
     pub fn lists(&self, name: &str) -> bool {
         self.places.contains_key(name) || self.absent.contains_key(name)
