@@ -37,7 +37,7 @@ pub struct Place {
     pub server: HubServer,
     pub home: TempDir,
     pub settings: Settings,
-    files: Files,
+    pub files: Files,
     listed: Vec<Listed>,
 }
 
