@@ -197,6 +197,22 @@ pub struct PrecisionChange {
 }
 
 impl Precision {
+    /// Everything in f32. Takes every weight as it is in the checkpoint, and no statistics.
+    pub fn exact() -> Precision {
+        Precision {
+            compute: Compute::F32,
+            weights: WeightFormat::F32,
+            block: default_block(),
+            symmetric: default_true(),
+            accuracy_level: 0,
+            fit: Fit::Nearest,
+            residual: Residual::F32,
+            attention: AttentionMath::Compute,
+            rules: Vec::new(),
+            components: BTreeMap::new(),
+        }
+    }
+
     /// The storage format of the weight with that checkpoint name.
     pub fn format_of(&self, weight: &str) -> WeightFormat {
         let matches = |rule: &&Rule| Regex::new(&rule.pattern).is_ok_and(|r| r.is_match(weight));

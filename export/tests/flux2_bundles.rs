@@ -40,6 +40,7 @@ fn exported(source: &Path, profile: &str, recipe: Option<&str>, set: &[(&str, &s
         set.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
     let request = ExportRequest {
         source,
+        arrivals: None,
         out: &out,
         recipe,
         profile,

@@ -58,7 +58,7 @@ fn nearly_two_gib_of_inline_data() {
     let again = read_model_bytes(message.into(), Some(folder.path())).unwrap();
     let value = &again.graph[again.graph.find("w").unwrap()];
     let Bytes::Mapped { file, range } = &value.constant.as_ref().unwrap().bytes else { panic!("not mapped") };
-    assert_eq!((&file.path, range.end), (&path, file.map.len()));
+    assert_eq!((&file.path, range.end), (&path, file.bytes().unwrap().len()));
 }
 
 /// The in-memory message is bounded in the same way, and says so before it allocates.

@@ -143,6 +143,7 @@ fn configs_alone_give_the_exported_graphs() {
             let recipe = recipe.to_str();
             let request = ExportRequest {
                 source,
+                arrivals: None,
                 out: &out,
                 recipe,
                 profile,
@@ -396,6 +397,7 @@ fn configs_cannot_be_set_for_an_export() {
     let set = settings(&[("configs.transformer.num_layers", "3")]);
     let request = ExportRequest {
         source: &root().join("bundles/klein-emoji/source"),
+        arrivals: None,
         out: &folder.path().join("bundle"),
         recipe: Some("flux2-klein-4b"),
         profile: "q8",

@@ -57,6 +57,7 @@ fn exported(source: &Path, profile: &str, set: &[(&str, &str)], fault: Option<&s
         set.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
     let request = ExportRequest {
         source,
+        arrivals: None,
         out: &out,
         recipe: None,
         profile,
@@ -376,6 +377,7 @@ fn a_tokenizer_that_does_not_fit_is_refused() {
         let out = folder.path().join("bundle");
         let request = ExportRequest {
             source: folder.path(),
+            arrivals: None,
             out: &out,
             recipe: None,
             profile: "f32",

@@ -88,6 +88,7 @@ fn a_small_one_is_exported_by_the_recipe_of_the_large_one() {
     let out = folder.path().join("bundle");
     let request = ExportRequest {
         source: &source,
+        arrivals: None,
         out: &out,
         recipe: None,
         profile: "q4",

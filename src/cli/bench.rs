@@ -1,17 +1,16 @@
 //! `viaduct bench`
 
-use std::path::PathBuf;
-
 use anyhow::bail;
 use clap::Args;
 use viaduct_export::bundle::Bundle;
 
 use super::{
-    DeviceArguments, ProgressArguments, exit::UsageError, memory::MemoryArguments, printer::print,
-    progress::Progress,
+    DeviceArguments, ProgressArguments, exit::UsageError, memory::MemoryArguments, model::ModelArguments,
+    printer::print, progress::Progress,
 };
 use crate::{
     bench::{Environment, Measured, Report, Subject, sweep_table, table},
+    hub::ModelName,
     pipeline::{
         size::TypedSize,
         text_to_image::{Family, TextToImage},
@@ -28,8 +27,10 @@ use crate::{
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Arguments {
-    /// Bundle folder, as made by `viaduct export`
-    bundle: PathBuf,
+    /// Bundle folder, as made by `viaduct export`, or a repository (owner/name)
+    bundle: ModelName,
+    #[command(flatten)]
+    models: ModelArguments,
     /// Sizes of the pictures; the model's own size by default
     #[arg(long, value_name = "WxH,...", value_delimiter = ',')]
     size: Vec<TypedSize>,
@@ -61,11 +62,11 @@ Examples:
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     arguments.device.check()?;
-    let bundle = Bundle::open(&arguments.bundle)?;
+    let mut progress = Progress::new(arguments.progress.progress);
+    let bundle = Bundle::open(&arguments.models.folder(&arguments.bundle, &mut progress)?)?;
     let pipeline = TextToImage::open(&bundle)?;
     let pictures = pictures(arguments, pipeline.family())?;
     let subject = Subject { pipeline: &pipeline };
-    let mut progress = Progress::new(arguments.progress.progress);
     let mut runtime = arguments.device.start(&mut progress)?;
     if arguments.sweep {
         if runtime.device().provider == Provider::Cpu {

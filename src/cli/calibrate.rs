@@ -10,12 +10,14 @@ use super::{
     DeviceArguments, ProgressArguments, SizeArguments,
     exit::UsageError,
     interrupt::{leave_with, on_interrupt},
+    model::ModelArguments,
     printer::print,
     progress::Progress,
 };
 use crate::{
     atomic_file::{self, Existing},
     calibrate::{Calibrated, CalibrationRequest, PROMPTS, calibrate},
+    hub::ModelName,
     pipeline::{
         event::Event,
         text_to_image::{Family, Noise, Request, TextToImage},
@@ -30,8 +32,10 @@ use crate::{
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Arguments {
-    /// Bundle folder, as made by `viaduct export --profile f32` (or f16)
-    bundle: PathBuf,
+    /// Bundle folder, as made by `viaduct export --profile f32` (or f16), or a repository (owner/name)
+    bundle: ModelName,
+    #[command(flatten)]
+    models: ModelArguments,
     /// File of statistics to write, safetensors
     #[arg(short, long, value_name = "FILE")]
     out: PathBuf,
@@ -77,9 +81,9 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if arguments.out.extension().is_none_or(|extension| extension != "safetensors") {
         return Err(UsageError(format!("-o {}: name a .safetensors file", arguments.out.display())).into());
     }
-    let bundle = Bundle::open(&arguments.bundle)?;
-    let pictures = pictures(arguments, TextToImage::open(&bundle)?.family())?;
     let mut progress = Progress::new(arguments.progress.progress);
+    let bundle = Bundle::open(&arguments.models.folder(&arguments.bundle, &mut progress)?)?;
+    let pictures = pictures(arguments, TextToImage::open(&bundle)?.family())?;
     stop_on_interrupt(&progress)?;
     let mut runtime = arguments.device.start(&mut progress)?;
     let request = CalibrationRequest {

@@ -137,6 +137,7 @@ fn made(arguments: &Arguments, progress: &mut dyn FnMut(ExportEvent)) -> anyhow:
         let target_bytes = arguments.target_size.map(|size| size.0);
         let request = ExportRequest {
             source,
+            arrivals: None,
             out,
             recipe,
             profile,

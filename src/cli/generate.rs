@@ -25,6 +25,7 @@ use super::{
     exit::UsageError,
     interrupt::{leave_with, on_interrupt},
     memory::MemoryArguments,
+    model::ModelArguments,
     printer::print,
     progress::Progress,
     runs::{Exchange, identity, runs},
@@ -32,6 +33,7 @@ use super::{
 };
 use crate::{
     atomic_file::{self, Existing},
+    hub::ModelName,
     pipeline::{
         dump::Dump,
         event::{Event, Listener},
@@ -56,9 +58,11 @@ use crate::{
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Arguments {
-    /// Bundle folder, as made by `viaduct export`
+    /// Bundle folder, as made by `viaduct export`, or a repository (owner/name), which is downloaded at the first use
     #[arg(short, long)]
-    bundle: PathBuf,
+    bundle: ModelName,
+    #[command(flatten)]
+    models: ModelArguments,
     /// What to draw; several times for several pictures
     #[arg(short, long, required = true, allow_hyphen_values = true)]
     prompt: Vec<String>,
@@ -120,19 +124,20 @@ const EXAMPLES: &str = "\
 Examples:
   viaduct generate -b klein-q8 -p \"a lighthouse in fog\" -o lighthouse.png --size 512x512 --seed 7
   viaduct generate -b klein-q8 -p \"a fox\" -o fox.png --ep webgpu --json --progress json
+  viaduct generate -b MarkShark2/flux2-klein-4b-onnx-webgpu-q4 -p \"a fox\" -o fox.png   a bundle of the hub, downloaded once
   viaduct generate -b qwen-image-q4 -p \"a sticker of a fox, transparent background\" --negative \"blurry\" -o fox.png
   viaduct generate -b klein-q8 -p \"a fox\" -p \"a hen\" --count 4 -o animal.png --keep-loaded   eight pictures";
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let started = Instant::now();
     arguments.device.check()?;
-    let bundle = Bundle::open(&arguments.bundle)?;
-    let pipeline = TextToImage::open(&bundle)?;
-    let mut requests = requests(arguments, &pipeline)?;
-    let files = files(&arguments.out, requests.len());
-    check_alone(arguments, &requests)?;
+    let files = files(&arguments.out, arguments.prompt.len() * usize::from(arguments.count));
     check_writable(arguments, &files)?;
     let mut progress = Progress::new(arguments.progress.progress);
+    let bundle = Bundle::open(&arguments.models.folder(&arguments.bundle, &mut progress)?)?;
+    let pipeline = TextToImage::open(&bundle)?;
+    let mut requests = requests(arguments, &pipeline)?;
+    check_alone(arguments, &requests)?;
     let runs = runs()?;
     let position = stop_on_interrupt(&progress)?;
     // Held while the folder is made, so that an interrupt finds none or removes it.

@@ -1,10 +1,6 @@
 //! `viaduct inspect`
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeMap, fs, path::Path};
 
 use anyhow::Context;
 use clap::Args;
@@ -15,8 +11,8 @@ use viaduct_export::{
     onnx::{Graph, ValueId, ValueType, read_graph},
 };
 
-use super::{exit::UsageError, printer::print};
-use crate::{pipeline::image::png_texts, printable, verify::summaries};
+use super::{ProgressStyle, exit::UsageError, model::ModelArguments, printer::print, progress::Progress};
+use crate::{hub::ModelName, pipeline::image::png_texts, printable, verify::summaries};
 
 /// Larger than any picture that `viaduct generate` writes.
 const MAX_PICTURE: u64 = 256 << 20;
@@ -24,8 +20,10 @@ const MAX_PICTURE: u64 = 256 << 20;
 /// Show what a bundle, an ONNX model or a picture made by `viaduct generate` is.
 #[derive(Args)]
 pub struct Arguments {
-    /// Bundle folder, .onnx file or .png file
-    path: PathBuf,
+    /// Bundle folder, .onnx file or .png file, or a repository (owner/name), which is downloaded if it is not in the cache
+    path: ModelName,
+    #[command(flatten)]
+    models: ModelArguments,
     /// Read every file of a bundle and compare its SHA-256
     #[arg(long)]
     hashes: bool,
@@ -35,7 +33,9 @@ pub struct Arguments {
 }
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let path = &arguments.path;
+    let mut progress = Progress::new(ProgressStyle::Auto);
+    let path = &arguments.models.folder(&arguments.path, &mut progress)?;
+    drop(progress);
     let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_lowercase();
     let report = match extension.as_str() {
         _ if path.is_dir() => bundle(path, arguments.hashes)?,

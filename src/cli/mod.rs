@@ -10,12 +10,16 @@ mod failure;
 mod generate;
 mod inspect;
 mod interrupt;
+mod list;
 mod memory;
+mod model;
 mod model_folder;
 mod printer;
 mod progress;
+mod pull;
 mod report;
 mod rewrite;
+mod rm;
 mod runs;
 mod stop_at;
 mod verify;
@@ -54,6 +58,9 @@ impl Cli {
             Command::Calibrate(a) => (a.json, a.progress.progress),
             Command::Bench(a) => (a.json, a.progress.progress),
             Command::Bisect(a) => (a.json, a.progress.progress),
+            Command::Pull(a) => (a.json, a.progress.progress),
+            Command::List(a) => (a.json, ProgressStyle::Auto),
+            Command::Rm(a) => (a.json, ProgressStyle::Auto),
             Command::Report(a) => (a.json, ProgressStyle::Auto),
             Command::Inspect(a) => (a.json, ProgressStyle::Auto),
             Command::Doctor(a) => (a.json, ProgressStyle::Auto),
@@ -65,7 +72,8 @@ impl Cli {
 
 const EXIT_CODES: &str = "\
 Exit codes:
-  0 done   1 failed (a file is corrupt, missing or cannot be written; numbers are not finite or all the same)
+  0 done   1 failed (a file is corrupt, missing or cannot be written; numbers are not finite or all the same;
+      a download did not succeed, or nothing is in the cache and HF_HUB_OFFLINE is set)
   2 usage (a bad flag, value or size; an unknown profile or recipe; the target exists)
   3 verify: a bar is missed; bisect: the runs part   4 the plan is over the budget   5 stopped by the watchdog, before memory ran out
   6 the device is lost, unfit or absent (--ep webgpu without an adapter)
@@ -73,6 +81,9 @@ Exit codes:
 
 #[derive(Subcommand)]
 enum Command {
+    Pull(pull::Arguments),
+    List(list::Arguments),
+    Rm(rm::Arguments),
     Export(export::Arguments),
     Generate(generate::Arguments),
     Verify(verify::Arguments),
@@ -202,7 +213,7 @@ pub fn misuse(error: &clap::Error) -> anyhow::Result<()> {
         return printer::print(&text);
     }
     if error.kind() == NoCommand {
-        let message = "no command; `viaduct export`, `generate`, `verify`, `bisect`, `calibrate`, `bench`, `report`, `rewrite`, `inspect` and `doctor` take --help";
+        let message = "no command; `viaduct export`, `generate`, `verify`, `bisect`, `calibrate`, `bench`, `report`, `rewrite`, `inspect`, `doctor`, `pull`, `list` and `rm` take --help";
         return Err(UsageError(message.to_owned()).into());
     }
     let message = text.split("\n\nUsage:").next().unwrap_or(&text);
@@ -214,6 +225,9 @@ pub fn misuse(error: &clap::Error) -> anyhow::Result<()> {
 /// Runs the command that the user asked for.
 pub fn run(cli: Cli) -> anyhow::Result<()> {
     match cli.command {
+        Command::Pull(arguments) => pull::run(&arguments),
+        Command::List(arguments) => list::run(&arguments),
+        Command::Rm(arguments) => rm::run(&arguments),
         Command::Export(arguments) => export::run(&arguments),
         Command::Generate(arguments) => generate::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),

@@ -18,9 +18,13 @@ use viaduct_export::{
     shapes::Sizes,
 };
 
-use super::{SizeArguments, dimension, exit::UsageError, key_value, printer::print};
+use super::{
+    ProgressStyle, SizeArguments, dimension, exit::UsageError, key_value, model::ModelArguments,
+    printer::print, progress::Progress,
+};
 use crate::{
     atomic_file::{self, Existing},
+    hub::ModelName,
     plan::{Budget, OverBudget, Plan, PlannedModel, largest_that},
     plot::{to_png, to_svg},
     report::{MAX_STAGES, Report, StageReport, Subject, chart, compare_cuts, table},
@@ -45,9 +49,12 @@ type Planned = (Report, Result<(), Box<OverBudget>>);
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Arguments {
-    /// Bundle folder, checkpoint folder (its config files do) or .onnx file (its external data need not be there)
+    /// Bundle folder, checkpoint folder (its config files do) or .onnx file (its external data need not be there); or a repository
+    /// (owner/name)
     #[arg(conflicts_with = "recipe")]
-    path: Option<PathBuf>,
+    path: Option<ModelName>,
+    #[command(flatten)]
+    models: ModelArguments,
     /// In place of a path: a model that is neither exported nor downloaded, by a shipped recipe's name or a .toml file
     #[arg(long, value_name = "NAME|FILE")]
     recipe: Option<String>,
@@ -139,7 +146,10 @@ fn planned(arguments: &Arguments, device: DeviceProfile) -> anyhow::Result<Plann
         of_outline(&outline, arguments, device.clone())
     };
     let path = match (&arguments.path, &arguments.recipe) {
-        (Some(path), _) => path,
+        (Some(model), _) => {
+            let mut progress = Progress::new(ProgressStyle::Auto);
+            &arguments.models.folder(model, &mut progress)?
+        }
         (None, Some(recipe)) => return outline(OutlineSource::Recipe(recipe)),
         (None, None) => {
             return Err(usage(

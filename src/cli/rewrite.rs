@@ -332,7 +332,7 @@ fn check_target(source: &Path, out: &Path, force: bool) -> anyhow::Result<()> {
 /// Refuses to write over data files: others' without `--force`, and the source's own in any case.
 fn check_data(model: &Model, out: &Path, force: bool) -> anyhow::Result<()> {
     let read: BTreeSet<PathBuf> =
-        model.mapped_files().filter_map(|path| fs::canonicalize(path).ok()).collect();
+        model.mapped_files().filter_map(|file| fs::canonicalize(&file.path).ok()).collect();
     for path in data_files(out) {
         if fs::canonicalize(&path).is_ok_and(|path| read.contains(&path)) {
             let message =

@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use clap::Args;
 use viaduct_export::bundle::Bundle;
 
-use super::{DeviceArguments, ProgressArguments, printer::print, progress::Progress};
+use super::{DeviceArguments, ProgressArguments, model::ModelArguments, printer::print, progress::Progress};
 use crate::{
+    hub::ModelName,
     pipeline::event::{Event, Listener},
     printable::one_line,
     runtime::Executor,
@@ -22,12 +23,15 @@ use crate::{
 /// Then the recipe's controls are planted: faults (zeroed padding rows, swapped position axes, ...) that must miss a bar. A
 /// control that stays green means that the gate has no teeth. Exit code 3 if a bar is missed or a control stays green.
 ///
-/// Results are kept in the bundle's `bundle.json`, one for each device and reference; `viaduct inspect` shows them.
+/// Results are kept in the bundle's `bundle.json`, one for each device and reference; `viaduct inspect` shows them. Those of a
+/// repository are only printed.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Arguments {
-    /// Bundle folder
-    bundle: PathBuf,
+    /// Bundle folder, or a repository (owner/name)
+    bundle: ModelName,
+    #[command(flatten)]
+    models: ModelArguments,
     /// Folder of reference tensors
     #[arg(long, value_name = "DIR")]
     oracle: PathBuf,
@@ -64,17 +68,20 @@ What a missed bar says:
 `viaduct bisect BUNDLE --oracle DIR --stage STAGE` finds the node, where the oracle has tensors inside the graph (dit_*, vae_*).";
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let bundle = Bundle::open(&arguments.bundle)?;
     let oracle = Oracle::open(&arguments.oracle)?;
     arguments.device.check()?;
     let mut progress = Progress::new(arguments.progress.progress);
+    let bundle = Bundle::open(&arguments.models.folder(&arguments.bundle, &mut progress)?)?;
     let mut runtime = arguments.device.start(&mut progress)?;
     let options = VerifyOptions {
         controls: !arguments.no_controls,
         seeds: arguments.sensitivity.map_or(0, usize::from),
     };
     let report = verify(&bundle, &oracle, options, &mut runtime, &mut progress)?;
-    if !arguments.no_store
+    // The files of a repository are what the hub says that they are.
+    let is_ours = matches!(arguments.bundle, ModelName::Path(_));
+    if is_ours
+        && !arguments.no_store
         && let Err(error) = keep(&bundle, &oracle, Executor::device(&runtime), &report)
     {
         progress.on_event(Event::warning(format!("the results are not kept in the bundle: {error}")));

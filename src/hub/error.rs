@@ -1,6 +1,6 @@
 use std::{io, path::PathBuf, time::Duration};
 
-use viaduct_export::bytes::ByteSize;
+use viaduct_export::{bundle::BundleError, bytes::ByteSize};
 
 use super::reference::RepoId;
 
@@ -14,7 +14,9 @@ pub enum HubError {
     Offline { repo: RepoId, cache: PathBuf },
     #[error("HF_HUB_OFFLINE is set, so nothing is downloaded; unset it to pull {repo}")]
     PullOffline { repo: RepoId },
-    #[error("{repo}: no such repository on {endpoint}; check the name, or set HF_TOKEN if it is private")]
+    #[error(
+        "{repo}: no such repository on {endpoint}, and no such path here; check the name, or set HF_TOKEN if the repository is private"
+    )]
     NoRepository { repo: RepoId, endpoint: String },
     #[error("{repo}: the repository has no revision '{}'", repo.revision)]
     NoRevision { repo: RepoId },
@@ -57,12 +59,16 @@ pub enum HubError {
     NoSpace { folder: PathBuf, needed: u64, free: u64 },
     #[error("{repo} is not in the cache ({}); `viaduct list` shows what is", cache.display())]
     NotCached { repo: RepoId, cache: PathBuf },
+    #[error("{repo}: another process is downloading files of it; end that first")]
+    InUse { repo: RepoId },
     #[error("no home folder is known; set HF_HOME to the folder that is to hold downloads")]
     NoHome,
     #[error("{variable}={value}: {problem}")]
     Setting { variable: &'static str, value: String, problem: &'static str },
     #[error("{}: {source}", path.display())]
     Io { path: PathBuf, source: io::Error },
+    #[error(transparent)]
+    Bundle(#[from] BundleError),
     #[error("interrupted; what is downloaded stays, so run it again to go on")]
     Interrupted,
 }

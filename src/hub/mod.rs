@@ -9,8 +9,10 @@ mod digest;
 mod error;
 mod fetch;
 mod listing;
+mod pull;
 mod reference;
 mod settings;
+mod shelves;
 mod space;
 mod stop;
 mod transfer;
@@ -29,8 +31,10 @@ pub use self::{
     digest::ContentId,
     error::HubError,
     listing::{Listing, RemoteFile},
+    pull::{Pulled, Selection},
     reference::{MAIN, ModelName, RepoId, RepoIdError},
     settings::{Patience, Settings},
+    shelves::{Kept, Kind},
 };
 use crate::pipeline::event::Event;
 

@@ -14,6 +14,8 @@ const SCHEME: &str = "hf://";
 /// The hub's limit for a whole id.
 const MAX_ID: usize = 96;
 const MAX_REVISION: usize = 250;
+/// Endings of files that are models or pictures by themselves.
+const FILES: &[&str] = &["onnx", "safetensors", "gguf", "json", "png"];
 
 /// `owner/name`, `owner/name@revision`, or either behind `hf://`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -82,9 +84,11 @@ pub enum ModelName {
 }
 
 impl ModelName {
-    /// What exists is a path, whatever it looks like.
+    /// What exists is a path, whatever it looks like, and so is what is named like a file of a model.
     fn of(text: &str) -> ModelName {
-        if !text.starts_with(SCHEME) && Path::new(text).exists() {
+        let path = Path::new(text);
+        let is_file = path.extension().is_some_and(|ending| FILES.iter().any(|file| ending == *file));
+        if !text.starts_with(SCHEME) && (is_file || path.exists()) {
             return ModelName::Path(text.into());
         }
         text.parse().map_or_else(|_| ModelName::Path(text.into()), ModelName::Repository)
@@ -153,6 +157,7 @@ mod tests {
         assert_eq!(ModelName::of("src/hub"), ModelName::Path("src/hub".into()));
         assert!(matches!(ModelName::of("hf://src/hub"), ModelName::Repository(_)));
         assert!(matches!(ModelName::of("src/no-such"), ModelName::Repository(_)));
+        assert_eq!(ModelName::of("pictures/fox.png"), ModelName::Path("pictures/fox.png".into()));
         assert_eq!(ModelName::of("./no-such"), ModelName::Path("./no-such".into()));
     }
 }

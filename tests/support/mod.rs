@@ -145,6 +145,7 @@ impl Checkpoint {
         let bundle = Bundle(scratch());
         let request = ExportRequest {
             source: &self.source,
+            arrivals: None,
             out: &bundle.path(),
             recipe: None,
             profile,

@@ -17,7 +17,7 @@ use crate::{
     picture::SizeError,
     recipe::{Precision, Recipe},
     shapes::Sizes,
-    weights::{Calibration, Checkpoint, WeightsError},
+    weights::{Arrivals, Calibration, Checkpoint, WeightsError},
 };
 
 /// Where dimensions and weights come from.
@@ -31,19 +31,11 @@ pub enum Source<'a> {
     Recipe,
 }
 
-impl Source<'_> {
-    /// The weights of a component.
-    pub fn weights(&self, component: &str) -> Result<Checkpoint, WeightsError> {
-        match self {
-            Source::Checkpoint(root) => Checkpoint::open(&root.join(component)),
-            Source::ConfigFiles(_) | Source::Recipe => Ok(Checkpoint::described()),
-        }
-    }
-}
-
 /// What an architecture authors from.
 pub struct Authoring<'a> {
     pub source: Source<'a>,
+    /// What brings the checkpoint's weight files that are not there yet.
+    pub arrivals: Option<&'a Arc<dyn Arrivals>>,
     pub recipe: &'a Recipe,
     pub profile: &'a Precision,
     /// What is known of the inputs of the layers.
@@ -55,7 +47,11 @@ pub struct Authoring<'a> {
 impl Authoring<'_> {
     /// The weights of a component, with what is known of their inputs.
     pub fn weights(&self, component: &str) -> Result<Checkpoint, WeightsError> {
-        Ok(self.source.weights(component)?.calibrated(self.calibration.cloned()))
+        let weights = match self.source {
+            Source::Checkpoint(root) => Checkpoint::open_with(&root.join(component), self.arrivals)?,
+            Source::ConfigFiles(_) | Source::Recipe => Checkpoint::described(),
+        };
+        Ok(weights.calibrated(self.calibration.cloned()))
     }
 }
 

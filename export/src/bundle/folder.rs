@@ -115,14 +115,13 @@ impl FolderWriter<'_> {
         (self.progress)(ExportEvent::Stage { name: raw.path.clone() });
         let path = self.folder.join(&raw.path);
         let io = |source| ExportError::Io { path: path.clone(), source };
-        let problem =
-            |e: &dyn std::fmt::Display| ExportError::Tensor { path: path.clone(), problem: e.to_string() };
+        let problem = |source| ExportError::Tensor { path: path.clone(), source };
         let mut file = File::create(&path).map_err(io)?;
         let mut hash = Sha256::new();
         let (mut written, mut underflows) = (0, 0);
         for part in row_chunks(&raw.tensor) {
-            let part = quant::cast(part, raw.dtype).map_err(|e| problem(&e))?;
-            let bytes = part.bytes.read().map_err(|e| problem(&e))?;
+            let part = quant::cast(part, raw.dtype).map_err(|e| problem(e.into()))?;
+            let bytes = part.bytes.read().map_err(problem)?;
             file.write_all(&bytes).map_err(io)?;
             hash.update(&bytes);
             written += bytes.len() as u64;

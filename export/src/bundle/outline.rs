@@ -3,10 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{
-    ExportError,
-    write::{check_family, detect},
-};
+use super::{ExportError, write::resolved};
 use crate::{
     arch::{Architecture, Authored, Authoring, RawFile, Source, StageGraph, architecture},
     recipe::{Chosen, Recipe},
@@ -57,10 +54,7 @@ impl Outline {
                 (family_of(&recipe)?, recipe, None)
             }
             OutlineSource::Checkpoint { folder, recipe } => {
-                let architecture = detect(folder)?;
-                let default = (architecture.default_recipe)(folder);
-                let Chosen { recipe, .. } = Recipe::choose(recipe, folder, default, request.set)?;
-                check_family(&recipe, architecture)?;
+                let (architecture, Chosen { recipe, .. }) = resolved(folder, recipe, request.set)?;
                 (architecture, recipe, Some(folder.to_owned()))
             }
         };
@@ -103,7 +97,8 @@ fn authoring<'a>(
     folder: Option<&'a Path>,
 ) -> Result<Authoring<'a>, ExportError> {
     let source = folder.map_or(Source::Recipe, Source::ConfigFiles);
-    Ok(Authoring { source, recipe, profile: recipe.profile(profile)?, calibration: None, fault: None })
+    let profile = recipe.profile(profile)?;
+    Ok(Authoring { source, arrivals: None, recipe, profile, calibration: None, fault: None })
 }
 
 fn family_of(recipe: &Recipe) -> Result<&'static Architecture, ExportError> {

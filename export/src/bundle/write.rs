@@ -11,6 +11,7 @@ use super::{
     Bundle, BundleError, FORMAT, MANIFEST, Manifest, Origin,
     allocate::allocate,
     folder::{FolderWriter, MAX_COPIED_FILE, copied_files, write_manifest},
+    needed::weight_files,
     target::Target,
 };
 use crate::{
@@ -19,11 +20,11 @@ use crate::{
         flux2::imported::contract::{ContractError, Role},
     },
     files::sha256,
-    onnx::{ReadError, WriteError, constant_bytes, written_bytes},
+    onnx::{ComputeError, ReadError, WriteError, constant_bytes, written_bytes},
     passes::PassError,
     quant::{Fit, QuantError},
     recipe::{Chosen, Precision, Recipe, RecipeError},
-    weights::{Calibration, CalibrationError, ignored_files},
+    weights::{Arrivals, Calibration, CalibrationError, ignored_files},
 };
 
 #[derive(Debug, thiserror::Error)]
@@ -83,8 +84,8 @@ pub enum ExportError {
     Io { path: PathBuf, source: io::Error },
     #[error("{}: {bytes} bytes; a copied file may have {MAX_COPIED_FILE}", path.display())]
     CopiedTooLarge { path: PathBuf, bytes: u64 },
-    #[error("{}: {problem}", path.display())]
-    Tensor { path: PathBuf, problem: String },
+    #[error("{}: {source}", path.display())]
+    Tensor { path: PathBuf, source: ComputeError },
     #[error(transparent)]
     Graph(Box<ReadError>),
     #[error("{}: {source}", path.display())]
@@ -144,6 +145,9 @@ pub enum ExportEvent {
 
 pub struct ExportRequest<'a> {
     pub source: &'a Path,
+    /// What brings the source's weight files that are not there yet. Only those are waited for that the bundle needs, each when
+    /// it is read.
+    pub arrivals: Option<Arc<dyn Arrivals>>,
     pub out: &'a Path,
     pub recipe: Option<&'a str>,
     pub profile: &'a str,
@@ -176,14 +180,12 @@ pub fn export(
     request: &ExportRequest<'_>,
     progress: &mut dyn FnMut(ExportEvent),
 ) -> Result<ExportSummary, ExportError> {
-    let architecture = detect(request.source)?;
-    let default = (architecture.default_recipe)(request.source);
-    let Chosen { mut recipe, origin } = Recipe::choose(request.recipe, request.source, default, request.set)?;
+    let (architecture, Chosen { mut recipe, origin }) =
+        resolved(request.source, request.recipe, request.set)?;
     progress(ExportEvent::Recipe { name: recipe.name.clone(), origin });
     if let Some(license) = recipe.weights_license() {
         progress(ExportEvent::Note(format!("licence of the weights: {license}")));
     }
-    check_family(&recipe, architecture)?;
     let mut profile = recipe.profile(request.profile)?.clone();
     check_fit(request, &recipe, &profile)?;
     let target = Target { out: request.out, force: request.force };
@@ -194,6 +196,7 @@ pub fn export(
     let author = |profile: &Precision| {
         (architecture.author)(&Authoring {
             source: Source::Checkpoint(request.source),
+            arrivals: request.arrivals.as_ref(),
             recipe: &recipe,
             profile,
             calibration: calibration.as_ref(),
@@ -201,7 +204,11 @@ pub fn export(
         })
     };
     let mut authored = author(&profile)?;
-    for file in ignored_weights(request.source) {
+    if let Some(arrivals) = &request.arrivals {
+        let awaited = weight_files(&authored).into_iter().filter(|file| file.is_awaited());
+        arrivals.expect(&awaited.map(|file| file.path.clone()).collect::<Vec<PathBuf>>());
+    }
+    for file in ignored_weights(request.source, request.arrivals.as_ref()) {
         progress(ExportEvent::Warning(format!("{}: ignored, no part of the checkpoint", file.display())));
     }
     if let (Some(target), Some(calibration)) = (request.target_bytes, &calibration) {
@@ -254,11 +261,11 @@ pub fn export(
 
 /// Weight files in the components' folders that are not used. What is wrong with a folder that the model needs is an error
 /// before.
-fn ignored_weights(source: &Path) -> Vec<PathBuf> {
+fn ignored_weights(source: &Path, arrivals: Option<&Arc<dyn Arrivals>>) -> Vec<PathBuf> {
     let entries = fs::read_dir(source).into_iter().flatten().flatten();
     let mut folders: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect();
     folders.sort();
-    folders.iter().filter_map(|folder| ignored_files(folder).ok()).flatten().collect()
+    folders.iter().filter_map(|folder| ignored_files(folder, arrivals).ok()).flatten().collect()
 }
 
 /// Refuses a target size, or statistics, that the profile has no use for.
@@ -281,7 +288,20 @@ fn check_fit(request: &ExportRequest<'_>, recipe: &Recipe, profile: &Precision) 
     Ok(())
 }
 
-pub(super) fn detect(source: &Path) -> Result<&'static Architecture, ExportError> {
+/// What a checkpoint's folder holds, and the recipe by which it is exported.
+pub(super) fn resolved(
+    folder: &Path,
+    recipe: Option<&str>,
+    set: &[(String, String)],
+) -> Result<(&'static Architecture, Chosen), ExportError> {
+    let architecture = detect(folder)?;
+    let default = (architecture.default_recipe)(folder);
+    let chosen = Recipe::choose(recipe, folder, default, set)?;
+    check_family(&chosen.recipe, architecture)?;
+    Ok((architecture, chosen))
+}
+
+fn detect(source: &Path) -> Result<&'static Architecture, ExportError> {
     if !source.is_dir() {
         return Err(ExportError::NotAFolder { path: source.to_owned() });
     }
@@ -291,7 +311,7 @@ pub(super) fn detect(source: &Path) -> Result<&'static Architecture, ExportError
     })
 }
 
-pub(super) fn check_family(recipe: &Recipe, architecture: &Architecture) -> Result<(), ExportError> {
+fn check_family(recipe: &Recipe, architecture: &Architecture) -> Result<(), ExportError> {
     if recipe.family == architecture.family {
         return Ok(());
     }

@@ -7,13 +7,14 @@ use super::{
     encode,
     external::Folder,
     graph::{Dim, Graph, Model, Value, ValueType},
+    mapped_file::MappedFile,
     node::{Attribute, Node},
     proto::{
         AttributeProto, GraphProto, ModelProto, NodeProto, SparseTensorProto, TensorProto, TypeProto,
         ValueInfoProto, attribute_proto::AttributeType, tensor_shape_proto::dimension, type_proto,
     },
     read::{ReadError, TensorProblem},
-    tensor::{Bytes, DType, MappedFile, Tensor},
+    tensor::{Bytes, DType, Tensor},
     tensor_proto,
     validate::GraphError,
 };
@@ -160,9 +161,10 @@ impl Decoder<'_> {
         let mut tensor = tensor_proto::decode(proto, self.folder.as_mut())
             .map_err(|problem| ReadError::Tensor { file: self.file.to_owned(), tensor: label(), problem })?;
         if let (Bytes::Inline(bytes), Some(file)) = (&tensor.bytes, &self.whole) {
-            let start = (bytes.as_ptr() as usize).wrapping_sub(file.map.as_ptr() as usize);
+            let mapped = file.mapped().unwrap_or_default();
+            let start = (bytes.as_ptr() as usize).wrapping_sub(mapped.as_ptr() as usize);
             // Typed values were converted into memory of their own, which is not in the map.
-            if bytes.len() >= MAPPED_FROM && start < file.map.len() {
+            if bytes.len() >= MAPPED_FROM && start < mapped.len() {
                 let range = start..start + bytes.len();
                 tensor.bytes = Bytes::Mapped { file: Arc::clone(file), range };
             }

@@ -7,7 +7,7 @@ use std::{
     sync::Arc,
 };
 
-use super::{proto::StringStringEntryProto, read::TensorProblem, tensor::MappedFile};
+use super::{mapped_file::MappedFile, proto::StringStringEntryProto, read::TensorProblem};
 
 /// `external_data` of one tensor, checked for form.
 pub(super) struct Reference {

@@ -11,7 +11,7 @@ use prost::Message;
 use thiserror::Error;
 
 use super::{
-    decode::Decoder, external::Folder, graph::Model, proto::ModelProto, tensor::MappedFile,
+    decode::Decoder, external::Folder, graph::Model, mapped_file::MappedFile, proto::ModelProto,
     validate::GraphError,
 };
 
@@ -109,7 +109,7 @@ struct Owner(Arc<MappedFile>);
 
 impl AsRef<[u8]> for Owner {
     fn as_ref(&self) -> &[u8] {
-        &self.0.map
+        self.0.mapped().unwrap_or_default()
     }
 }
 

@@ -1,17 +1,11 @@
 //! Tensors whose bytes may not be in memory: inline, a range of a mapped file, computed when they are written, or absent.
 
-use std::{
-    any::Any,
-    borrow::Cow,
-    fmt, fs, io,
-    ops::Range,
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::{any::Any, borrow::Cow, fmt, ops::Range, path::Path, sync::Arc};
 
 use bytes::Bytes as SharedBytes;
 use half::{bf16, f16};
-use memmap2::Mmap;
+
+use super::mapped_file::MappedFile;
 
 /// Element types of ONNX tensors, with the numbers of `TensorProto.DataType`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -114,9 +108,16 @@ pub trait Compute: Send + Sync {
     /// The bytes of every part, little-endian, each of exactly the length its [`Bytes::Computed`] states.
     fn compute(&self) -> Result<Vec<Vec<u8>>, ComputeError>;
 
+    /// The tensors whose bytes the computation reads, in that order.
+    fn operands(&self) -> Vec<&Tensor> {
+        Vec::new()
+    }
+
     /// Gives back the mapped pages that the computation has read, so that a pass over a checkpoint that is larger than
     /// memory stays small.
-    fn release(&self) {}
+    fn release(&self) {
+        self.operands().into_iter().for_each(|operand| operand.bytes.release());
+    }
 
     /// The computation itself, for whoever looks for one kind of them.
     fn as_any(&self) -> Option<&dyn Any> {
@@ -132,13 +133,6 @@ pub trait Compute: Send + Sync {
     fn reads(&self) -> Option<usize> {
         None
     }
-}
-
-/// A read-only mapped file, shared by all tensors that lie in it.
-#[derive(Debug)]
-pub struct MappedFile {
-    pub path: PathBuf,
-    pub map: Mmap,
 }
 
 /// Where the little-endian bytes of a tensor are.
@@ -180,7 +174,8 @@ impl Bytes {
     /// Bytes that have to be read to know these; `None` where that may be many, or they are not there.
     pub fn reads(&self) -> Option<usize> {
         match self {
-            Bytes::Inline(_) | Bytes::Mapped { .. } => Some(self.len()),
+            Bytes::Inline(bytes) => Some(bytes.len()),
+            Bytes::Mapped { file, range } => file.mapped().map(|_| range.len()),
             Bytes::Computed { source, .. } => source.reads(),
             Bytes::Absent { .. } => None,
         }
@@ -203,11 +198,34 @@ impl Bytes {
         }
     }
 
-    /// The bytes, borrowed where they exist and computed where they do not.
+    /// The files that the bytes lie in, or are computed from.
+    pub fn files(&self) -> Vec<&MappedFile> {
+        match self {
+            Bytes::Inline(_) | Bytes::Absent { .. } => Vec::new(),
+            Bytes::Mapped { file, .. } => vec![&**file],
+            Bytes::Computed { source, .. } => {
+                source.operands().into_iter().flat_map(|operand| operand.bytes.files()).collect()
+            }
+        }
+    }
+
+    /// The bytes, if they are in memory or in a file that is mapped already.
+    pub fn in_memory(&self) -> Option<&[u8]> {
+        match self {
+            Bytes::Inline(bytes) => Some(bytes),
+            Bytes::Mapped { file, range } => file.mapped()?.get(range.clone()),
+            Bytes::Computed { .. } | Bytes::Absent { .. } => None,
+        }
+    }
+
+    /// The bytes, borrowed where they exist and computed where they do not. Waits for a file that is still on its way.
     pub fn read(&self) -> Result<Cow<'_, [u8]>, ComputeError> {
         match self {
             Bytes::Inline(bytes) => Ok(Cow::Borrowed(bytes)),
-            Bytes::Mapped { file, range } => Ok(Cow::Borrowed(&file.map[range.clone()])),
+            Bytes::Mapped { file, range } => {
+                let beyond = || format!("{range:?} lies beyond the end of {}", file.path.display());
+                Ok(Cow::Borrowed(file.bytes()?.get(range.clone()).ok_or_else(beyond)?))
+            }
             Bytes::Computed { source, part, .. } => {
                 let mut parts = source.compute()?;
                 if *part >= parts.len() {
@@ -228,39 +246,6 @@ impl fmt::Debug for Bytes {
             Bytes::Computed { part, len, .. } => write!(f, "computed part {part}, {len} B"),
             Bytes::Absent { file, len } => write!(f, "{len} B of absent {}", file.display()),
         }
-    }
-}
-
-impl MappedFile {
-    /// Maps a file for reading. The file must not be truncated while it is mapped.
-    pub fn open(path: &Path) -> io::Result<MappedFile> {
-        // Asked before opening: opening a pipe would wait for its writer.
-        if !fs::metadata(path)?.is_file() {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
-        }
-        let file = fs::File::open(path)?;
-        // SAFETY: weights files are written once and then only read; see above.
-        let map = unsafe { Mmap::map(&file)? };
-        Ok(MappedFile { path: path.to_owned(), map })
-    }
-
-    /// Gives the pages that lie wholly in the range back to the system, so that a pass over a file that is larger
-    /// than memory stays small. They are read from the file again when they are next touched.
-    pub fn release(&self, range: Range<usize>) {
-        #[cfg(unix)]
-        {
-            const PAGE: usize = 4096;
-            let (start, end) = (range.start.next_multiple_of(PAGE), range.end / PAGE * PAGE);
-            if start < end && end <= self.map.len() {
-                // SAFETY: the mapping is shared, read-only and backed by the file, so dropped pages lose nothing.
-                // Advice that is refused (for example with larger pages) changes nothing.
-                let _ = unsafe {
-                    self.map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, end - start)
-                };
-            }
-        }
-        #[cfg(not(unix))]
-        let _ = range;
     }
 }
 

@@ -78,7 +78,7 @@ fn external(
         }
         Err(source) => return Err(TensorProblem::Open { path, source }),
     };
-    let file_len = file.map.len();
+    let file_len = file.mapped().map_or(0, <[u8]>::len);
     let start = usize::try_from(reference.offset).ok();
     let range = start.and_then(|start| Some(start..start.checked_add(expected)?));
     match range {

@@ -17,6 +17,7 @@ use super::{
     encode::{self, Store},
     external::check_location,
     graph::{Graph, Model},
+    mapped_file::MappedFile,
     node::Attribute,
     proto::{StringStringEntryProto, TensorProto, tensor_proto::DataLocation},
     read::PROTOBUF_LIMIT,
@@ -75,6 +76,8 @@ pub enum WriteError {
     Strings { tensor: String },
     #[error("{tensor} lies at {range:?} of {}, beyond its end", file.display())]
     BeyondFile { tensor: String, file: PathBuf, range: Range<usize> },
+    #[error("{tensor} cannot be read: {source}")]
+    Read { tensor: String, source: ComputeError },
     #[error("the data file {} of {tensor} is absent", file.display())]
     Absent { tensor: String, file: PathBuf },
     #[error("{tensor} could not be computed: {source}")]
@@ -213,12 +216,9 @@ pub fn data_files(path: &Path) -> Vec<PathBuf> {
 }
 
 impl Model {
-    /// Files that initializers and tensor attributes lie in.
-    pub fn mapped_files(&self) -> impl Iterator<Item = &Path> {
-        jobs(self).into_iter().filter_map(|job| match &job.tensor.bytes {
-            Bytes::Mapped { file, .. } => Some(file.path.as_path()),
-            _ => None,
-        })
+    /// Files that initializers and tensor attributes lie in or are computed from, in the order in which they are written.
+    pub fn mapped_files(&self) -> impl Iterator<Item = &MappedFile> {
+        jobs(self).into_iter().flat_map(|job| job.tensor.bytes.files())
     }
 
     /// Bytes of all initializers and tensor attributes, those of subgraphs included.
@@ -369,7 +369,9 @@ fn stream(
             group.part(source, *part, tensor, label)?.chunks(PIECE).try_for_each(sink)
         }
         Bytes::Mapped { file, range } => {
-            let bytes = file.map.get(range.clone()).ok_or_else(|| WriteError::BeyondFile {
+            let whole =
+                file.bytes().map_err(|source| WriteError::Read { tensor: label.to_owned(), source })?;
+            let bytes = whole.get(range.clone()).ok_or_else(|| WriteError::BeyondFile {
                 tensor: label.to_owned(),
                 file: file.path.clone(),
                 range: range.clone(),

@@ -77,17 +77,9 @@ fn key(tensor: &Tensor) -> Option<Key> {
             Content::Computed(Arc::as_ptr(source).cast::<()>() as usize, *part)
         }
         Bytes::Absent { .. } => return None,
-        other => Content::Bytes(probe(in_memory(other)?)),
+        other => Content::Bytes(probe(other.in_memory()?)),
     };
     Some(Key { dtype: tensor.dtype, shape: tensor.shape.clone(), content })
-}
-
-fn in_memory(bytes: &Bytes) -> Option<&[u8]> {
-    match bytes {
-        Bytes::Inline(bytes) => Some(bytes),
-        Bytes::Mapped { file, range } => file.map.get(range.clone()),
-        Bytes::Computed { .. } | Bytes::Absent { .. } => None,
-    }
 }
 
 /// A hash of the bytes, or of words at places all over them.
@@ -115,7 +107,7 @@ fn equal(a: &Tensor, b: &Tensor) -> bool {
             true
         }
         (a, b) => {
-            let same = in_memory(a).zip(in_memory(b)).is_some_and(|(a, b)| a == b);
+            let same = a.in_memory().zip(b.in_memory()).is_some_and(|(a, b)| a == b);
             a.release();
             b.release();
             same

@@ -116,8 +116,8 @@ impl Compute for Expression {
         Ok(results.pop().into_iter().collect())
     }
 
-    fn release(&self) {
-        self.leaves.iter().for_each(|leaf| leaf.bytes.release());
+    fn operands(&self) -> Vec<&Tensor> {
+        self.leaves.iter().collect()
     }
 
     fn reads(&self) -> Option<usize> {

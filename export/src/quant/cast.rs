@@ -49,8 +49,8 @@ fn underflows(values: &[f32]) -> u64 {
 }
 
 impl Compute for Cast {
-    fn release(&self) {
-        self.tensor.bytes.release();
+    fn operands(&self) -> Vec<&Tensor> {
+        vec![&self.tensor]
     }
 
     fn reads(&self) -> Option<usize> {

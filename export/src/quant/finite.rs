@@ -1,7 +1,7 @@
 use rayon::prelude::*;
 
 use super::convert::{float_size, widen_into};
-use crate::onnx::{Bytes, Tensor};
+use crate::onnx::Tensor;
 
 /// Elements that one task looks at.
 const TASK: usize = 1 << 16;
@@ -12,7 +12,7 @@ const LARGEST: f32 = f32::MAX / 2.0;
 /// magnitudes at the very end of f32. Reads the bytes where they lie, and gives their pages back. Bytes that are still to be
 /// computed are not looked at: whoever computes them names what is wrong.
 pub fn fits_blocks(tensor: &Tensor) -> bool {
-    let (Ok(size), Some(bytes)) = (float_size(tensor.dtype), bytes_of(&tensor.bytes)) else { return true };
+    let (Ok(size), Some(bytes)) = (float_size(tensor.dtype), tensor.bytes.in_memory()) else { return true };
     let fits = bytes.par_chunks(TASK * size).map_init(
         || vec![0.0; TASK],
         |values, bytes| {
@@ -24,12 +24,4 @@ pub fn fits_blocks(tensor: &Tensor) -> bool {
     let fits = fits.all(|fits| fits);
     tensor.bytes.release();
     fits
-}
-
-fn bytes_of(bytes: &Bytes) -> Option<&[u8]> {
-    match bytes {
-        Bytes::Inline(bytes) => Some(bytes),
-        Bytes::Mapped { file, range } => file.map.get(range.clone()),
-        Bytes::Computed { .. } | Bytes::Absent { .. } => None,
-    }
 }

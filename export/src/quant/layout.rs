@@ -55,8 +55,8 @@ struct Select {
 }
 
 impl Compute for Select {
-    fn release(&self) {
-        self.tensor.bytes.release();
+    fn operands(&self) -> Vec<&Tensor> {
+        vec![&self.tensor]
     }
 
     fn reads(&self) -> Option<usize> {
@@ -93,8 +93,8 @@ struct Transpose {
 }
 
 impl Compute for Transpose {
-    fn release(&self) {
-        self.tensor.bytes.release();
+    fn operands(&self) -> Vec<&Tensor> {
+        vec![&self.tensor]
     }
 
     fn reads(&self) -> Option<usize> {

@@ -207,9 +207,8 @@ impl Compute for QuantizeCompute {
         Some(self)
     }
 
-    fn release(&self) {
-        self.weights.bytes.release();
-        self.fitting.release();
+    fn operands(&self) -> Vec<&Tensor> {
+        iter::once(&self.weights).chain(self.fitting.sums()).collect()
     }
 
     fn compute(&self) -> Result<Vec<Vec<u8>>, ComputeError> {

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use crate::onnx::{Bytes, DType, Tensor};
+use crate::onnx::{DType, Tensor};
 
 /// The most elements whose contents are followed.
 pub const MAX_ELEMENTS: usize = 1024;
@@ -159,11 +159,7 @@ impl Elements {
     /// The contents of a constant, if they are few, numbers, and in memory or in a mapped file.
     pub fn of(tensor: &Tensor) -> Option<Elements> {
         let count = count(&tensor.shape).filter(|count| *count <= MAX_ELEMENTS)?;
-        let bytes = match &tensor.bytes {
-            Bytes::Inline(bytes) => bytes.as_ref(),
-            Bytes::Mapped { file, range } => file.map.get(range.clone())?,
-            _ => return None,
-        };
+        let bytes = tensor.bytes.in_memory()?;
         let size = tensor.dtype.size()?;
         if bytes.len() != count * size {
             return None;

@@ -35,6 +35,15 @@ pub enum WeightsError {
     )]
     Truncated { path: PathBuf, expected: u64, found: u64 },
 
+    #[error(
+        "{}: {found} bytes have come where {expected} were announced; it is not the file that it was, start again",
+        path.display()
+    )]
+    OtherLength { path: PathBuf, expected: u64, found: u64 },
+
+    #[error("{}: it has come with another header than was announced; it is not the file that it was, start again", path.display())]
+    OtherHeader { path: PathBuf },
+
     #[error("{}: {extra} bytes after the last tensor; the file is damaged or not safetensors", path.display())]
     TrailingBytes { path: PathBuf, extra: u64 },
 

@@ -4,6 +4,7 @@ use std::{
     collections::BTreeMap,
     fmt, fs,
     path::{Component, Path, PathBuf},
+    sync::Arc,
 };
 
 use serde::{
@@ -11,7 +12,7 @@ use serde::{
     de::{Error, MapAccess, Visitor},
 };
 
-use super::{WeightsError, read_json};
+use super::{Arrivals, WeightsError, read_json};
 
 const WEIGHTS: &str = ".safetensors";
 const INDEX: &str = ".safetensors.index.json";
@@ -33,10 +34,10 @@ pub struct Index {
 }
 
 /// Decides what `path` is: a weight file, an index, or a component directory with either.
-pub fn locate(path: &Path) -> Result<Layout, WeightsError> {
+pub fn locate(path: &Path, arrivals: Option<&Arc<dyn Arrivals>>) -> Result<Layout, WeightsError> {
     let metadata = fs::metadata(path).map_err(|source| WeightsError::Io { path: path.to_owned(), source })?;
     if metadata.is_dir() {
-        return locate_in(path);
+        return locate_in(path, &file_names(path, arrivals)?);
     }
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     if name.ends_with(INDEX) {
@@ -48,8 +49,7 @@ pub fn locate(path: &Path) -> Result<Layout, WeightsError> {
     }
 }
 
-fn locate_in(dir: &Path) -> Result<Layout, WeightsError> {
-    let names = file_names(dir)?;
+fn locate_in(dir: &Path, names: &[String]) -> Result<Layout, WeightsError> {
     let ending = |suffix: &str| names.iter().filter(|n| n.ends_with(suffix)).cloned().collect::<Vec<_>>();
     if let Some(name) = pick(dir, &ending(INDEX), INDEX)? {
         return Ok(Layout::Sharded(read_index(&dir.join(name))?));
@@ -62,14 +62,15 @@ fn locate_in(dir: &Path) -> Result<Layout, WeightsError> {
 
 /// Weight files in a component's directory that are no part of its weights, such as a second copy or shards that the
 /// index does not list. <https://github.com/Blaizzy/mlx-vlm/issues/1464>
-pub fn ignored_files(dir: &Path) -> Result<Vec<PathBuf>, WeightsError> {
-    let layout = locate_in(dir)?;
+pub fn ignored_files(dir: &Path, arrivals: Option<&Arc<dyn Arrivals>>) -> Result<Vec<PathBuf>, WeightsError> {
+    let names = file_names(dir, arrivals)?;
+    let layout = locate_in(dir, &names)?;
     let is_part = |name: &String| match &layout {
         Layout::Single(file) => *file == dir.join(name),
         Layout::Sharded(index) => index.shards.contains_key(name),
     };
-    let names = file_names(dir)?.into_iter().filter(|name| name.ends_with(WEIGHTS) && !is_part(name));
-    Ok(names.map(|name| dir.join(name)).collect())
+    let ignored = names.iter().filter(|name| name.ends_with(WEIGHTS) && !is_part(name));
+    Ok(ignored.map(|name| dir.join(name)).collect())
 }
 
 /// The only candidate, or the only one with a usual stem; `None` without candidates.
@@ -84,15 +85,17 @@ fn pick<'a>(dir: &Path, names: &'a [String], suffix: &str) -> Result<Option<&'a 
     }
 }
 
-/// Names of the directory's files, sorted; hidden ones are left out.
-fn file_names(dir: &Path) -> Result<Vec<String>, WeightsError> {
+/// Names of the directory's files and of the weight files that it will have, sorted; hidden ones are left out.
+fn file_names(dir: &Path, arrivals: Option<&Arc<dyn Arrivals>>) -> Result<Vec<String>, WeightsError> {
     let io = |source| WeightsError::Io { path: dir.to_owned(), source };
-    let mut names = Vec::new();
+    let mut names = arrivals.map_or_else(Vec::new, |arrivals| arrivals.names_in(dir));
+    names.retain(|name| name.ends_with(WEIGHTS));
     for entry in fs::read_dir(dir).map_err(io)? {
-        let name = entry.map_err(io)?.file_name();
-        names.extend(name.to_str().filter(|n| !n.starts_with('.')).map(str::to_owned));
+        names.extend(entry.map_err(io)?.file_name().into_string());
     }
+    names.retain(|name| !name.starts_with('.'));
     names.sort();
+    names.dedup();
     Ok(names)
 }
 

@@ -1,7 +1,7 @@
-//! One safetensors file, mapped, with its header checked: every tensor lies inside the file, its size is what its
-//! shape and type say, and the tensors cover the data without overlap or hole.
+//! One safetensors file, mapped at once or when it has come, with its header checked: every tensor lies inside the file,
+//! its size is what its shape and type say, and the tensors cover the data without overlap or hole.
 
-use std::{collections::BTreeMap, fmt, ops::Range, path::Path, sync::Arc};
+use std::{collections::BTreeMap, fmt, io, ops::Range, path::Path, sync::Arc};
 
 use memmap2::Mmap;
 use safetensors::Dtype;
@@ -10,10 +10,10 @@ use serde::{
     de::{IgnoredAny, IntoDeserializer, MapAccess, Visitor, value},
 };
 
-use super::WeightsError;
+use super::{Arrivals, WeightsError, arrivals::awaited};
 use crate::{
     files::open_regular,
-    onnx::{DType, tensor::MappedFile},
+    onnx::{DType, MappedFile},
 };
 
 /// The limit of the format's reference implementation.
@@ -41,18 +41,34 @@ pub struct Shard {
 }
 
 impl Shard {
-    pub fn open(path: &Path) -> Result<Shard, WeightsError> {
+    /// Opens a file or, if it is not there and is brought, its beginning.
+    pub fn open(path: &Path, arrivals: Option<&Arc<dyn Arrivals>>) -> Result<Shard, WeightsError> {
         let io = |source| WeightsError::Io { path: path.to_owned(), source };
-        let (file, found) = open_regular(path).map_err(io)?;
-        if found < LEN_BYTES {
-            return Err(WeightsError::Truncated { path: path.to_owned(), expected: LEN_BYTES, found });
-        }
-        // SAFETY: the map is read-only; the project treats checkpoints as immutable while they are open, as every
-        // reader of mapped weights must.
-        let map = unsafe { Mmap::map(&file) }.map_err(io)?;
-        let tensors = parse(path, &map)?;
-        Ok(Shard { file: Arc::new(MappedFile { path: path.to_owned(), map }), tensors })
+        let (tensors, file) = match (map(path), arrivals) {
+            (Ok(map), _) => (parse(path, &map, map.len() as u64)?, MappedFile::new(path, map)),
+            (Err(WeightsError::Io { source, .. }), Some(arrivals))
+                if source.kind() == io::ErrorKind::NotFound =>
+            {
+                let beginning = arrivals.beginning(path).map_err(io)?.ok_or_else(|| io(source))?;
+                let tensors = parse(path, &beginning.header, beginning.bytes)?;
+                (tensors, awaited(path, beginning, arrivals))
+            }
+            (Err(error), _) => return Err(error),
+        };
+        Ok(Shard { file: Arc::new(file), tensors })
     }
+}
+
+/// Maps a file that is long enough to say how long its header is.
+pub fn map(path: &Path) -> Result<Mmap, WeightsError> {
+    let io = |source| WeightsError::Io { path: path.to_owned(), source };
+    let (file, found) = open_regular(path).map_err(io)?;
+    if found < LEN_BYTES {
+        return Err(WeightsError::Truncated { path: path.to_owned(), expected: LEN_BYTES, found });
+    }
+    // SAFETY: the map is read-only; the project treats checkpoints as immutable while they are open, as every
+    // reader of mapped weights must.
+    unsafe { Mmap::map(&file) }.map_err(io)
 }
 
 #[derive(Deserialize)]
@@ -93,21 +109,25 @@ impl<'de> Deserialize<'de> for RawHeader {
     }
 }
 
-fn parse(path: &Path, bytes: &[u8]) -> Result<BTreeMap<String, Entry>, WeightsError> {
-    let found = bytes.len() as u64;
+/// The tensors of a file of `found` bytes, of which these are the first.
+fn parse(path: &Path, bytes: &[u8], found: u64) -> Result<BTreeMap<String, Entry>, WeightsError> {
     let truncated = |expected| WeightsError::Truncated { path: path.to_owned(), expected, found };
     let bad = |reason: String| WeightsError::BadHeader { path: path.to_owned(), reason };
+    let too_short = |expected| match found < expected {
+        true => truncated(expected),
+        false => bad(format!("only {} of {expected} bytes are known of it", bytes.len())),
+    };
 
     if bytes.starts_with(LFS_POINTER) {
         return Err(WeightsError::LfsPointer { path: path.to_owned() });
     }
-    let (prefix, rest) = bytes.split_first_chunk().ok_or_else(|| truncated(LEN_BYTES))?;
+    let (prefix, rest) = bytes.split_first_chunk().ok_or_else(|| too_short(LEN_BYTES))?;
     let len = u64::from_le_bytes(*prefix);
     if len > MAX_HEADER {
         return Err(WeightsError::HeaderTooLarge { path: path.to_owned(), len, max: MAX_HEADER });
     }
     let data_start = LEN_BYTES + len;
-    let header = rest.get(..len as usize).ok_or_else(|| truncated(data_start))?;
+    let header = rest.get(..len as usize).ok_or_else(|| too_short(data_start))?;
     let RawHeader(mut raw) = serde_json::from_slice(header).map_err(|e| bad(e.to_string()))?;
     raw.sort_by_key(|(_, entry)| entry.data_offsets);
 

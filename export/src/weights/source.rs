@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{
-    Calibration, CalibrationError, WeightsError, described,
+    Arrivals, Calibration, CalibrationError, WeightsError, described,
     index::{Index, Layout, locate},
     safetensors::{Entry, Shard},
 };
@@ -43,9 +43,15 @@ impl Checkpoint {
     /// `diffusion_pytorch_model.safetensors`, then the only weight file there is; other files are left alone, and
     /// several weight files without an index are an error.
     pub fn open(path: &Path) -> Result<Checkpoint, WeightsError> {
-        let shards = match locate(path)? {
-            Layout::Single(file) => vec![Shard::open(&file)?],
-            Layout::Sharded(index) => open_shards(&index)?,
+        Checkpoint::open_with(path, None)
+    }
+
+    /// [`Checkpoint::open`] of a component directory whose weight files may still be on their way: they count as if they were
+    /// there. Reading a tensor waits for its file, and fails if another has come than the one that was announced.
+    pub fn open_with(path: &Path, arrivals: Option<&Arc<dyn Arrivals>>) -> Result<Checkpoint, WeightsError> {
+        let shards = match locate(path, arrivals)? {
+            Layout::Single(file) => vec![Shard::open(&file, arrivals)?],
+            Layout::Sharded(index) => open_shards(&index, arrivals)?,
         };
         let mut places = BTreeMap::new();
         for (place, shard) in shards.iter().enumerate() {
@@ -155,11 +161,11 @@ impl fmt::Debug for Checkpoint {
 }
 
 /// Opens the shards of an index; the index and the headers must agree in both directions.
-fn open_shards(index: &Index) -> Result<Vec<Shard>, WeightsError> {
+fn open_shards(index: &Index, arrivals: Option<&Arc<dyn Arrivals>>) -> Result<Vec<Shard>, WeightsError> {
     let dir = index.path.parent().unwrap_or(Path::new(""));
     let open = |(name, listed): (&String, &Vec<String>)| {
         let path = dir.join(name);
-        let shard = Shard::open(&path).map_err(|error| match error {
+        let shard = Shard::open(&path, arrivals).map_err(|error| match error {
             WeightsError::Io { source, path } if source.kind() == io::ErrorKind::NotFound => {
                 WeightsError::ShardMissing {
                     index: index.path.clone(),

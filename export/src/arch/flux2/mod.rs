@@ -6,6 +6,7 @@ pub mod parameters;
 
 mod config;
 mod modulation;
+mod statistics;
 mod text_encoder;
 pub mod tokenizer;
 mod transformer;
@@ -46,8 +47,6 @@ pub enum Flux2Error {
     Recipe(#[from] RecipeError),
     #[error("{place}: {problem}")]
     Config { place: String, problem: String },
-    #[error("vae: {tensor} holds values that are not finite; the checkpoint is damaged")]
-    Statistics { tensor: String },
     #[error("{key} = {}: {problem}", listed(value))]
     Setting { key: &'static str, value: Vec<usize>, problem: String },
 }

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use super::{Flux2Error, config::VaeConfig};
+use super::{Flux2Error, config::VaeConfig, statistics::channel_statistics};
 use crate::{
     arch::{
         StageGraph,
@@ -15,7 +15,7 @@ use crate::{
             resnet::{conv, norm_silu_conv, resnet_block, upsample_nearest},
         },
     },
-    onnx::{Attribute, DType, Dim, Model, Tensor, ValueId},
+    onnx::{Attribute, DType, Dim, Model, ValueId},
     recipe::Precision,
     weights::Checkpoint,
 };
@@ -100,35 +100,13 @@ impl Decoder<'_> {
     /// `x * sqrt(running_var + eps) + running_mean` per packed channel: the batch norm's statistics take the place of
     /// a scaling factor.
     fn unnormalise(&self, a: &mut Author<'_>, x: ValueId, channels: usize) -> Result<ValueId, Flux2Error> {
-        let [mut mean, mut deviation] = self.statistics(a, channels)?;
-        for statistic in [&mut mean, &mut deviation] {
-            statistic.shape = vec![channels, 1, 1];
-        }
+        let [mean, variance] = ["bn.running_mean", "bn.running_var"]
+            .map(|statistic| a.tensor(statistic, &[channels], DType::F32));
+        let [mean, deviation] = channel_statistics(mean?, variance?, self.config.batch_norm_eps);
         let deviation = a.graph.small_constant(deviation);
         let mean = a.graph.small_constant(mean);
         let scaled = a.graph.mul(x, deviation);
         Ok(a.graph.add(scaled, mean))
-    }
-
-    /// The batch norm's mean and standard deviation per channel, f32 [channels]; without values where the checkpoint
-    /// is only described.
-    fn statistics(&self, a: &Author<'_>, channels: usize) -> Result<[Tensor; 2], Flux2Error> {
-        let names = ["bn.running_mean", "bn.running_var"];
-        let tensor = |name: &str| a.tensor(name, &[channels], DType::F32);
-        if self.weights.is_described() {
-            return Ok([tensor(names[0])?, tensor(names[1])?]);
-        }
-        let values = |name: &str| {
-            let values = tensor(name)?.to_f32();
-            values.ok().flatten().ok_or_else(|| Flux2Error::Statistics { tensor: name.to_owned() })
-        };
-        let (mean, variance) = (values(names[0])?, values(names[1])?);
-        let eps = self.config.batch_norm_eps;
-        let deviation: Vec<f32> = variance.iter().map(|v| (f64::from(*v) + eps).sqrt() as f32).collect();
-        if !deviation.iter().chain(&mean).all(|v| v.is_finite()) {
-            return Err(Flux2Error::Statistics { tensor: "bn.running_var".to_owned() });
-        }
-        Ok([mean, deviation].map(|values| Tensor::from_f32(&[channels], &values)))
     }
 
     /// Query, transposed key and value in f32: scores over thousands of pixels need it, and chunks keep them small.

@@ -63,8 +63,9 @@ impl Fitting {
         self.gram().map_or(Ok(()), |gram| gram.check(k))
     }
 
-    pub(super) fn release(&self) {
-        self.gram().into_iter().for_each(Gram::release);
+    /// The statistics that it reads.
+    pub(super) fn sums(&self) -> Option<&Tensor> {
+        self.gram().map(Gram::sums)
     }
 
     fn gram(&self) -> Option<&Gram> {

@@ -1,0 +1,59 @@
+//! Where a model is that the user names: a folder, or a repository that is in the cache or is brought there.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError, atomic::AtomicBool},
+};
+
+use clap::Args;
+
+use super::{exit::UsageError, progress::Progress};
+use crate::{
+    hub::{Hub, ModelName, RepoId, Settings},
+    pipeline::event::{Event, Listener},
+};
+
+/// What tells a model's folder from others.
+const MARKS: [&str; 3] = ["bundle.json", "flux2-config.json", "model_index.json"];
+
+#[derive(Args)]
+pub struct ModelArguments {
+    /// Take repositories (owner/name) from this local folder instead of the hub and its cache: from DIR/owner/name or DIR/name,
+    /// or DIR itself if it is a model
+    #[arg(long, value_name = "DIR", env = "VIADUCT_MODEL_DIR")]
+    pub model_dir: Option<PathBuf>,
+}
+
+impl ModelArguments {
+    /// The folder of a model. A repository that is not in the cache is downloaded, which `progress` tells of.
+    pub fn folder(&self, model: &ModelName, progress: &mut Progress) -> anyhow::Result<PathBuf> {
+        match model {
+            ModelName::Path(path) => Ok(path.clone()),
+            ModelName::Repository(repo) => match &self.model_dir {
+                Some(dir) => Ok(local(dir, repo)?),
+                None => Ok(hub()?.open(repo, &teller(&Mutex::new(progress)))?),
+            },
+        }
+    }
+}
+
+/// The hub of the environment.
+pub fn hub() -> anyhow::Result<Hub> {
+    // An interrupt simply ends the process: what is downloaded stays, and is gone on with.
+    Ok(Hub::new(Settings::from_env()?, Arc::new(AtomicBool::new(false)))?)
+}
+
+/// Passes events from any thread to one display.
+pub fn teller(progress: &Mutex<&mut Progress>) -> impl Fn(Event) + Sync {
+    |event| progress.lock().unwrap_or_else(PoisonError::into_inner).on_event(event)
+}
+
+fn local(dir: &Path, repo: &RepoId) -> Result<PathBuf, UsageError> {
+    let name = repo.id.rsplit('/').next().unwrap_or_default();
+    let places = [dir.join(&repo.id), dir.join(name), dir.to_owned()];
+    let is_model = |place: &&PathBuf| MARKS.iter().any(|mark| place.join(mark).exists());
+    places.iter().find(is_model).cloned().ok_or_else(|| {
+        let [of_owner, of_name, itself] = places.map(|place| place.display().to_string());
+        UsageError(format!("--model-dir: no model {repo} in {of_owner}, {of_name} or {itself}"))
+    })
+}
