@@ -45,6 +45,10 @@ cargo-nextest:
 build: ## Build the program: target/release/viaduct
 	cargo build $(CARGO_ARGS) --bin viaduct
 
+.PHONY: build-hub-server
+build-hub-server:
+	cargo build $(CARGO_ARGS) --package viaduct-hub-server --bin hub-server
+
 .PHONY: demo
 demo: setup build ## Export the tiny model that ships with the project and draw a picture with it
 	$(VIADUCT) export bundles/klein-emoji/source -o out/klein-emoji --profile q8 --force
@@ -76,8 +80,9 @@ verify: setup build python ## Compare the pipeline with the reference implementa
 	tools/verify.sh
 
 .PHONY: bench
-bench: setup build python ## Measure speed and memory
+bench: setup build build-hub-server python ## Measure speed and memory; fails where a download is slow or large (3 GB of disk)
 	.venv/bin/python tools/bench/bench.py
+	.venv/bin/python tools/bench/download.py
 
 .PHONY: bench-gpu
 bench-gpu: ## Measure a model of full size with random weights on the GPU, from a built tree (30 GB of disk; SECONDS_AT_MOST=540)

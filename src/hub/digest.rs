@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 /// Bytes of a piece.
 pub(super) const PIECE: usize = 256 << 10;
 /// Pieces that wait to be hashed.
-const WAITING: usize = 4;
+const WAITING: usize = 16;
 
 /// What a hub names a content by; also the name of its file in the cache.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

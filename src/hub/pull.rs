@@ -8,7 +8,7 @@ use std::{
 
 use serde_json::Value;
 use viaduct_export::{
-    bundle::{Bundle, BundleError, CONFIG, MANIFEST, Manifest, needed_files},
+    bundle::{Bundle, BundleError, CONFIG, ExportError, MANIFEST, Manifest, needed_files},
     weights::{Arrivals, Checkpoint, read_json},
 };
 
@@ -177,12 +177,13 @@ impl Hub {
         let name = |path: PathBuf| Some(path.strip_prefix(&folder).ok()?.to_str()?.to_owned());
         match needed_files(&folder, Some(&arrivals), None, &[]) {
             Ok(needed) => names.extend(needed.into_iter().filter_map(name)),
-            Err(error) => {
+            Err(error @ (ExportError::Arch(_) | ExportError::Recipe(_))) => {
                 // Which tensors another recipe wants is not known.
                 let (repo, error) = (&listing.repo, error.to_string());
                 tell(Event::note(format!("{repo}: all weights of its components are wanted: {error}")));
                 names.extend(weights(listing, &folder));
             }
+            Err(error) => return Err(HubError::Checkpoint(Box::new(error))),
         }
         Ok((names, came))
     }

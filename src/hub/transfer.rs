@@ -3,6 +3,7 @@
 use std::{
     fs::{self, File},
     io::{self, Read, Seek, SeekFrom, Write},
+    os::fd::AsRawFd,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -25,6 +26,8 @@ use crate::pipeline::event::Event;
 const TRIES: usize = 2;
 /// A server that begins anew each time must be allowed to reach the end.
 const WHOLE_BODY: Duration = Duration::from_secs(24 * 3600);
+/// After so many bytes the system begins to bring them to the disk, so that little is left to wait for at the end.
+const WRITE_BACK: u64 = 8 << 20;
 
 /// What is to be brought.
 pub(super) struct Wanted<'a> {
@@ -218,6 +221,8 @@ struct Partial {
     path: PathBuf,
     file: File,
     bytes: u64,
+    /// Bytes of which the system knows that they are to go to the disk.
+    flushed: u64,
     whole: u64,
     id: ContentId,
 }
@@ -239,7 +244,8 @@ impl Partial {
             Ok((file, bytes))
         };
         let (file, bytes) = open().map_err(HubError::io(&path))?;
-        let mut partial = Partial { path, file, bytes, whole: wanted.bytes, id: wanted.id.clone() };
+        let mut partial =
+            Partial { path, file, bytes, flushed: bytes, whole: wanted.bytes, id: wanted.id.clone() };
         if bytes > wanted.bytes {
             partial.clear()?;
         }
@@ -269,6 +275,10 @@ impl Partial {
     fn append(&mut self, bytes: &[u8]) -> Result<(), HubError> {
         self.file.write_all(bytes).map_err(HubError::io(&self.path))?;
         self.bytes += bytes.len() as u64;
+        if self.bytes - self.flushed >= WRITE_BACK {
+            start_write_back(&self.file, self.flushed, self.bytes);
+            self.flushed = self.bytes;
+        }
         Ok(())
     }
 
@@ -278,7 +288,7 @@ impl Partial {
             file.seek(SeekFrom::Start(0))
         };
         clear(&mut self.file).map_err(HubError::io(&self.path))?;
-        self.bytes = 0;
+        (self.bytes, self.flushed) = (0, 0);
         Ok(())
     }
 
@@ -291,4 +301,11 @@ impl Partial {
         };
         publish().map_err(HubError::io(blob))
     }
+}
+
+/// Lets the system begin to bring these bytes to the disk. Whether they are there only `fsync` tells, errors included.
+fn start_write_back(file: &File, from: u64, to: u64) {
+    let (Ok(offset), Ok(bytes)) = (i64::try_from(from), i64::try_from(to - from)) else { return };
+    // SAFETY: the descriptor is open as long as `file`, and the call touches no memory of ours.
+    unsafe { libc::sync_file_range(file.as_raw_fd(), offset, bytes, libc::SYNC_FILE_RANGE_WRITE) };
 }
