@@ -63,7 +63,7 @@ Examples:
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     arguments.device.check()?;
     let mut progress = Progress::new(arguments.progress.progress);
-    let bundle = Bundle::open(&arguments.models.folder(&arguments.bundle, Need::Weights, &mut progress)?)?;
+    let bundle = Bundle::open(&arguments.models.folder(&arguments.bundle, Need::Bundle, &mut progress)?)?;
     let pipeline = TextToImage::open(&bundle)?;
     let pictures = pictures(arguments, pipeline.family())?;
     let subject = Subject { pipeline: &pipeline };

@@ -82,7 +82,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         return Err(UsageError(format!("-o {}: name a .safetensors file", arguments.out.display())).into());
     }
     let mut progress = Progress::new(arguments.progress.progress);
-    let bundle = Bundle::open(&arguments.models.folder(&arguments.bundle, Need::Weights, &mut progress)?)?;
+    let bundle = Bundle::open(&arguments.models.folder(&arguments.bundle, Need::Bundle, &mut progress)?)?;
     let pictures = pictures(arguments, TextToImage::open(&bundle)?.family())?;
     stop_on_interrupt(&progress)?;
     let mut runtime = arguments.device.start(&mut progress)?;

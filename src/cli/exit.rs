@@ -43,7 +43,13 @@ fn code_of_link(error: &(dyn std::error::Error + 'static)) -> Option<u8> {
     if let Some(USAGE) = error.downcast_ref::<FileError>().map(file_code) {
         return Some(USAGE);
     }
-    if let Some(HubError::Setting { .. } | HubError::NoHome) = error.downcast_ref::<HubError>() {
+    if let Some(
+        HubError::Setting { .. }
+        | HubError::NoHome
+        | HubError::IsBundle { .. }
+        | HubError::IsCheckpoint { .. },
+    ) = error.downcast_ref::<HubError>()
+    {
         return Some(USAGE);
     }
     if let Some(DumpError::NotEmpty { .. }) = error.downcast_ref::<DumpError>() {

@@ -13,7 +13,9 @@ use std::{
 use clap::Args;
 use viaduct_export::{
     arch::flux2::imported::contract::Role,
-    bundle::{ExportEvent, ExportRequest, ExportSummary, ImportRequest, Published, export, import},
+    bundle::{
+        ExportEvent, ExportRequest, ExportSummary, ImportRequest, Published, check_target, export, import,
+    },
     bytes::ByteSize,
     weights::Arrivals,
 };
@@ -27,7 +29,7 @@ use super::{
     progress::Progress,
 };
 use crate::{
-    hub::{Arriving, Hub, ModelName, Need, Settings, Teller},
+    hub::{Checkout, Hub, ModelName, Need, Settings, Teller},
     pipeline::event::{Event, Listener},
     runtime::exit,
 };
@@ -128,7 +130,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let report = if arguments.json {
         let report = serde_json::json!({
             "bundle": arguments.out.to_string_lossy(), "name": summary.manifest.name, "profile": summary.manifest.profile,
-            "stages": stages, "bytes": summary.bytes, "seconds": seconds,
+            "stages": stages, "bytes": summary.bytes, "seconds": seconds, "source": summary.manifest.source,
+            "recipe": summary.manifest.recipe.name,
         });
         format!("{report}\n")
     } else {
@@ -185,10 +188,18 @@ fn of_checkpoint(
     shared: &Shared,
     progress: &mut dyn FnMut(ExportEvent),
 ) -> anyhow::Result<ExportSummary> {
-    let Source { folder, arriving, published } = located(arguments, source, shared)?;
+    let folder;
+    let checkout = checkout(arguments, source, shared)?;
+    let source = match &checkout {
+        Some(checkout) => &checkout.folder,
+        None => {
+            folder = arguments.models.folder(source, Need::Checkpoint, &mut locked(shared))?;
+            &folder
+        }
+    };
     let request = ExportRequest {
-        source: &folder,
-        arrivals: arriving.clone().map(|arriving| arriving as Arc<dyn Arrivals>),
+        source,
+        arrivals: checkout.as_ref().and_then(arrivals),
         out: &arguments.out,
         recipe: arguments.recipe.as_deref(),
         profile: arguments.profile.as_deref().unwrap_or(DEFAULT_PROFILE),
@@ -196,12 +207,13 @@ fn of_checkpoint(
         target_bytes: arguments.target_size.map(|size| size.0),
         set: &arguments.set,
         force: arguments.force,
-        published,
+        published: checkout.as_ref().map(published),
         fault: None,
     };
     let summary = export(&request, progress)?;
-    let freed = match arriving.filter(|_| !arguments.keep_source) {
-        Some(arriving) => arriving.forget()?,
+    let freed = match checkout {
+        Some(checkout) if arguments.keep_source => checkout.keep().map(|()| 0)?,
+        Some(checkout) => checkout.forget()?,
         None => 0,
     };
     if freed > 0 {
@@ -212,29 +224,26 @@ fn of_checkpoint(
     Ok(summary)
 }
 
-/// A checkpoint, and what of it is on its way.
-struct Source {
-    folder: PathBuf,
-    arriving: Option<Arc<Arriving>>,
-    published: Option<Published>,
-}
-
-fn located(arguments: &Arguments, source: &ModelName, shared: &Shared) -> anyhow::Result<Source> {
-    let repo = match (source, &arguments.models.model_dir) {
-        (ModelName::Repository(repo), None) => repo,
-        _ => {
-            let folder = arguments.models.folder(source, Need::Weights, &mut locked(shared))?;
-            return Ok(Source { folder, arriving: None, published: None });
-        }
-    };
+/// A repository's checkpoint; none for what is taken from a local folder.
+fn checkout(arguments: &Arguments, source: &ModelName, shared: &Shared) -> anyhow::Result<Option<Checkout>> {
+    let (ModelName::Repository(repo), None) = (source, &arguments.models.model_dir) else { return Ok(None) };
+    check_target(&arguments.out, arguments.force)?;
     let hub = Hub::new(Settings::from_env()?, Arc::clone(&STOPPED))?;
     let display = Arc::clone(shared);
     let tell: Teller = Arc::new(move |event| locked(&display).on_event(event));
-    let (folder, arriving) = hub.checkpoint(repo, arguments.recipe.as_deref(), &arguments.set, tell)?;
-    let commit = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let license = arriving.as_ref().and_then(|arriving| arriving.license().map(str::to_owned));
-    let published = Some(Published { repo: repo.id.clone(), commit, license });
-    Ok(Source { folder, arriving: arriving.map(Arc::new), published })
+    Ok(Some(hub.checkpoint(repo, arguments.recipe.as_deref(), &arguments.set, tell)?))
+}
+
+fn arrivals(checkout: &Checkout) -> Option<Arc<dyn Arrivals>> {
+    Some(checkout.arriving.clone()?)
+}
+
+fn published(checkout: &Checkout) -> Published {
+    Published {
+        repo: checkout.repo().id.clone(),
+        commit: checkout.folder.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+        license: checkout.arriving.as_ref().and_then(|arriving| arriving.license().map(str::to_owned)),
+    }
 }
 
 /// The sources that are graphs, and what the user says that they are.
@@ -298,7 +307,9 @@ fn stop(staging: Option<&Path>) -> ! {
     if let Some(folder) = staging {
         let _ = fs::remove_dir_all(folder);
     }
-    complain("interrupted; no bundle was made");
+    complain(
+        "interrupted; no bundle was made (what was downloaded stays, and the same command goes on from there)",
+    );
     exit(INTERRUPTED)
 }
 

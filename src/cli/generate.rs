@@ -134,7 +134,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let files = files(&arguments.out, arguments.prompt.len() * usize::from(arguments.count));
     check_writable(arguments, &files)?;
     let mut progress = Progress::new(arguments.progress.progress);
-    let bundle = Bundle::open(&arguments.models.folder(&arguments.bundle, Need::Weights, &mut progress)?)?;
+    let bundle = Bundle::open(&arguments.models.folder(&arguments.bundle, Need::Bundle, &mut progress)?)?;
     let pipeline = TextToImage::open(&bundle)?;
     let mut requests = requests(arguments, &pipeline)?;
     check_alone(arguments, &requests)?;

@@ -41,7 +41,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let mut progress = Progress::new(ProgressStyle::Auto);
     // Hashes are of all files; the rest shows in the graphs.
     let is_local = matches!(arguments.path, ModelName::Path(_));
-    let need = if is_local || arguments.hashes { Need::Weights } else { Need::Description };
+    let need = if is_local || arguments.hashes { Need::Bundle } else { Need::Graphs };
     let path = &arguments.models.folder(&arguments.path, need, &mut progress)?;
     drop(progress);
     let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_lowercase();
@@ -94,7 +94,7 @@ fn bundle(path: &Path, need: Need, hashes: bool) -> anyhow::Result<Value> {
     if !manifest.verified.is_empty() {
         report["verified"] = summaries(&manifest.verified).into();
     }
-    if bundle.is_imported() && need == Need::Weights {
+    if bundle.is_imported() && need == Need::Bundle {
         report["reexport_gains"] = serde_json::to_value(gains(&bundle)?)?;
     }
     Ok(report)

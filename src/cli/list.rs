@@ -12,6 +12,9 @@ use crate::{
 };
 
 /// List the models in the download cache, and what they take on the disk.
+///
+/// A model is `whole`, or there `in part`: after `report` or `inspect`, which need no weights, after an export, which removes those
+/// that it has downloaded, or when a download was broken off, which the same command goes on with.
 #[derive(Args)]
 pub struct Arguments {
     /// Also repositories that hold no model that this program knows
@@ -21,6 +24,9 @@ pub struct Arguments {
     #[arg(long)]
     pub json: bool,
 }
+
+/// The heading of the names.
+const REPOSITORY: &str = "repository";
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let hub = hub()?;
@@ -32,8 +38,12 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         let report = serde_json::json!({ "cache": cache, "bytes": total, "models": kept });
         return print(&format!("{report}\n"));
     }
-    let width = kept.iter().map(|kept| kept.repo.len()).max().unwrap_or(0);
-    let mut text: String = kept.iter().map(|kept| line(kept, width)).collect();
+    let width = kept.iter().map(|kept| kept.repo.len()).max().unwrap_or(0).max(REPOSITORY.len());
+    let mut text = match kept[..] {
+        [] => "nothing is there; `viaduct pull owner/name` downloads a model\n".to_owned(),
+        _ => format!("{REPOSITORY:<width$}    on disk  kind        state\n"),
+    };
+    text.extend(kept.iter().map(|kept| line(kept, width)));
     let _ = writeln!(text, "{} in {}", ByteSize(total), cache.display());
     print(&text)
 }
@@ -44,11 +54,12 @@ fn line(kept: &Kept, width: usize) -> String {
         Kind::Checkpoint => "checkpoint",
         Kind::Other => "other",
     };
-    let state = match (kept.whole, kept.incomplete) {
-        (_, 1..) => format!("{} broken off; `viaduct pull` goes on", ByteSize(kept.incomplete)),
-        (true, 0) => "whole".to_owned(),
-        (false, 0) => "in part".to_owned(),
-    };
+    let mut state = if kept.whole { "whole" } else { "in part" }.to_owned();
+    match kept.incomplete {
+        _ if kept.busy => state.push_str(", in use"),
+        0 => {}
+        bytes => state.push_str(&format!(" ({} broken off)", ByteSize(bytes))),
+    }
     let license = kept.license.as_deref().map(printable::one_line);
     let license = license.map_or(String::new(), |license| format!(", {license}"));
     format!("{:<width$}  {:>9}  {kind:<10}  {state}{license}\n", kept.repo, ByteSize(kept.bytes))

@@ -4,6 +4,7 @@ mod bench;
 mod bisect;
 mod calibrate;
 mod doctor;
+mod downloads;
 mod exit;
 mod export;
 mod failure;

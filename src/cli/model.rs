@@ -30,7 +30,12 @@ impl ModelArguments {
         match model {
             ModelName::Path(path) => Ok(path.clone()),
             ModelName::Repository(repo) => match &self.model_dir {
-                Some(dir) => Ok(local(dir, repo)?),
+                Some(dir) => {
+                    let folder = local(dir, repo)?;
+                    let note = format!("{repo} is taken from {} (--model-dir)", folder.display());
+                    progress.on_event(Event::note(note));
+                    Ok(folder)
+                }
                 None => Ok(hub()?.open(repo, need, &teller(&Mutex::new(progress)))?),
             },
         }
@@ -49,11 +54,17 @@ pub fn teller(progress: &Mutex<&mut Progress>) -> impl Fn(Event) + Sync {
 }
 
 fn local(dir: &Path, repo: &RepoId) -> Result<PathBuf, UsageError> {
+    if !dir.is_dir() {
+        let message = format!("--model-dir (or VIADUCT_MODEL_DIR) {}: no such folder", dir.display());
+        return Err(UsageError(message));
+    }
     let name = repo.id.rsplit('/').next().unwrap_or_default();
     let places = [dir.join(&repo.id), dir.join(name), dir.to_owned()];
     let is_model = |place: &&PathBuf| MARKS.iter().any(|mark| place.join(mark).exists());
     places.iter().find(is_model).cloned().ok_or_else(|| {
         let [of_owner, of_name, itself] = places.map(|place| place.display().to_string());
-        UsageError(format!("--model-dir: no model {repo} in {of_owner}, {of_name} or {itself}"))
+        UsageError(format!(
+            "--model-dir (or VIADUCT_MODEL_DIR): no model {repo} in {of_owner}, {of_name} or {itself}"
+        ))
     })
 }

@@ -1,25 +1,19 @@
 //! Shows events on standard error: bars on a terminal, JSON lines for machines, else only what needs saying.
 
-use std::{collections::BTreeMap, io::IsTerminal, time::Duration};
+use std::{io::IsTerminal, time::Duration};
 
-use indicatif::{MultiProgress, ProgressBar, ProgressStyle as BarStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle as BarStyle};
 use viaduct_export::bytes::ByteSize;
 
-use super::{ProgressStyle, printer::complain};
-use crate::{
-    pipeline::event::{Event, Listener},
-    printable,
-};
-
-/// A downloaded file of fewer bytes is not worth a line.
-const TOLD: u64 = 1 << 20;
+use super::{ProgressStyle, downloads::Downloads, printer::complain};
+use crate::pipeline::event::{Event, Listener};
 
 pub struct Progress {
     style: ProgressStyle,
     bar: Option<ProgressBar>,
-    /// The bar, and those of the files that are downloaded above it.
+    /// The bar, and those of downloads above it.
     bars: MultiProgress,
-    files: BTreeMap<String, ProgressBar>,
+    downloads: Downloads,
     /// Seconds of all steps so far, for the mean.
     step_seconds: f64,
 }
@@ -33,7 +27,7 @@ impl Progress {
             bar.set_style(spinner());
             bar.enable_steady_tick(Duration::from_millis(120));
         }
-        Progress { style, bar, bars, files: BTreeMap::new(), step_seconds: 0.0 }
+        Progress { style, bar, bars, downloads: Downloads::default(), step_seconds: 0.0 }
     }
 
     fn say(&self, line: &str) {
@@ -45,28 +39,31 @@ impl Progress {
 
     /// Tells of one last event from another thread, in place of the bar.
     pub fn last_word(&self) -> impl Fn(Event) + Send + 'static {
-        let (style, bar) = (self.style, self.bar.clone());
+        let (style, bar, bars) = (self.style, self.bar.clone(), self.bars.clone());
         move |event| {
             if let Some(bar) = &bar {
                 bar.finish_and_clear();
+                // What cannot be cleared stays; the word comes all the same.
+                let _ = bars.clear();
+                bars.set_draw_target(ProgressDrawTarget::hidden());
             }
             let bars = MultiProgress::new();
-            Progress { style, bar: None, bars, files: BTreeMap::new(), step_seconds: 0.0 }.on_event(event);
+            Progress { style, bar: None, bars, downloads: Downloads::default(), step_seconds: 0.0 }
+                .on_event(event);
         }
     }
 
     /// A sign of life where no bar can be drawn.
-    fn tell(&self, event: &Event) {
+    fn tell(&mut self, event: &Event) {
         match event {
             Event::Stage { name, index, count } => self.say(&format!("[{index}/{count}] {name}")),
             Event::Step { index, count, seconds } => {
                 self.say(&format!("step {index}/{count}, {seconds:.3} s"))
             }
-            Event::Download { file, done, bytes, all_done, all_bytes }
-                if done == bytes && (*bytes >= TOLD || all_done == all_bytes) =>
-            {
-                let [bytes, all_done, all_bytes] = [*bytes, *all_done, *all_bytes].map(ByteSize);
-                self.say(&format!("{file}: {bytes} downloaded ({all_done} of {all_bytes} in all)"))
+            Event::Download { .. } => {
+                if let Some(line) = self.downloads.line(event) {
+                    self.say(&line);
+                }
             }
             _ => {}
         }
@@ -97,40 +94,13 @@ impl Progress {
                 bar.set_position(*done);
                 bar.set_message(what.clone());
             }
-            Event::Download { file, done, bytes: size, all_done, all_bytes } => {
-                bar.set_style(bytes());
-                bar.set_length(*all_bytes);
-                bar.set_position(*all_done);
-                bar.set_message("in all");
-                self.draw_file(file, *done, *size);
-            }
+            Event::Download { .. } => self.downloads.draw(event, &self.bars),
             Event::Kept { .. }
             | Event::Memory { .. }
             | Event::Warning { .. }
             | Event::Error { .. }
             | Event::Note { .. } => {}
         }
-    }
-}
-
-impl Progress {
-    /// A bar for each file that is on its way.
-    fn draw_file(&mut self, file: &str, done: u64, size: u64) {
-        if done == size {
-            if let Some(bar) = self.files.remove(file) {
-                bar.finish_and_clear();
-                self.bars.remove(&bar);
-            }
-            return;
-        }
-        let (bars, last) = (&self.bars, self.files.len());
-        let bar = self.files.entry(file.to_owned()).or_insert_with(|| {
-            let bar = bars.insert(last, ProgressBar::new(size));
-            bar.set_style(bytes());
-            bar.set_message(printable::one_line(file));
-            bar
-        });
-        bar.set_position(done);
     }
 }
 
@@ -155,7 +125,10 @@ impl Listener for Progress {
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        self.files.values().chain(&self.bar).for_each(ProgressBar::finish_and_clear);
+        self.downloads.clear();
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
     }
 }
 
@@ -171,6 +144,6 @@ fn steps() -> BarStyle {
     styled("[{bar:30}] step {pos}/{len} {msg}, {eta} left")
 }
 
-fn bytes() -> BarStyle {
+pub(super) fn bytes() -> BarStyle {
     styled("[{bar:30}] {bytes}/{total_bytes} {bytes_per_sec}, {eta} left  {msg}")
 }

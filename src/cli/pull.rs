@@ -9,12 +9,12 @@ use super::{
     ProgressArguments,
     interrupt::{leave_with, on_interrupt},
     model::{hub, teller},
-    printer::{complain, print},
+    printer::print,
     progress::Progress,
 };
 use crate::{
     hub::{HubError, Pulled, RepoId, Selection},
-    pipeline::event::Event,
+    pipeline::event::{Event, Listener},
 };
 
 /// Download a model from a Hugging Face hub, or bring it up to date.
@@ -33,6 +33,9 @@ pub struct Arguments {
     /// Fetch all files of the repository, also those that no model needs
     #[arg(long)]
     all: bool,
+    /// Read what is in the cache already, too, and fetch what is damaged once more
+    #[arg(long)]
+    check: bool,
     /// Print the result as JSON
     #[arg(long)]
     pub json: bool,
@@ -45,11 +48,13 @@ Examples:
   viaduct pull MarkShark2/flux2-klein-4b-onnx-webgpu-q4      a bundle, for `viaduct generate -b` with the same name
   viaduct pull black-forest-labs/FLUX.2-klein-4B             a checkpoint, for `viaduct export`
   viaduct pull owner/name@v1.0                               a branch, a tag or a commit
+
 Environment, as of all tools for the hub:
   HF_TOKEN               for private and gated repositories; or log in with `hf auth login`
   HF_HOME, HF_HUB_CACHE  where downloads are kept (~/.cache/huggingface/hub)
   HF_ENDPOINT            another hub, or a mirror
-  HF_HUB_OFFLINE=1       never ask a hub: only what is in the cache";
+  HF_HUB_OFFLINE=1       never ask a hub: only what is in the cache
+  HF_HUB_DOWNLOAD_TIMEOUT, HTTPS_PROXY, VIADUCT_MODEL_DIR: docs/hub.md";
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let started = Instant::now();
@@ -57,22 +62,23 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let mut progress = Progress::new(arguments.progress.progress);
     stop_on_interrupt(&progress)?;
     let selection = if arguments.all { Selection::All } else { Selection::Model };
-    let pulled = hub.pull(&arguments.repo, selection, &teller(&Mutex::new(&mut progress)));
-    drop(progress);
+    let repo = &arguments.repo;
+    let pulled = hub.pull(repo, selection, arguments.check, &teller(&Mutex::new(&mut progress)));
     let Pulled { commit, folder, files, bytes, came } = pulled?;
     let seconds = started.elapsed().as_secs_f64();
+    progress.on_event(Event::note(match came {
+        0 => format!("{repo}: nothing to download, all is there"),
+        _ => format!("{repo}: {} downloaded in {seconds:.1} s", ByteSize(came)),
+    }));
+    drop(progress);
     if arguments.json {
-        let RepoId { id, revision } = &arguments.repo;
+        let RepoId { id, revision } = repo;
         let report = serde_json::json!({
             "repo": id, "revision": revision, "commit": commit, "path": folder, "files": files,
             "bytes": bytes, "transferred": came, "seconds": seconds,
         });
         return print(&format!("{report}\n"));
     }
-    complain(&match came {
-        0 => format!("{}: all {} files are there ({})", arguments.repo, files.len(), ByteSize(bytes)),
-        _ => format!("{}: {} downloaded in {seconds:.1} s", arguments.repo, ByteSize(came)),
-    });
     print(&format!("{}\n", folder.display()))
 }
 

@@ -146,7 +146,7 @@ fn planned(arguments: &Arguments, device: DeviceProfile) -> anyhow::Result<Plann
         of_outline(&outline, arguments, device.clone())
     };
     let (path, need) = match (&arguments.path, &arguments.recipe) {
-        (Some(ModelName::Path(path)), _) => (path, Need::Weights),
+        (Some(ModelName::Path(path)), _) => (path, Need::Bundle),
         (Some(model), _) => {
             let mut progress = Progress::new(ProgressStyle::Auto);
             (&arguments.models.folder(model, Need::Description, &mut progress)?, Need::Description)

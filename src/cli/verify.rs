@@ -71,7 +71,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let oracle = Oracle::open(&arguments.oracle)?;
     arguments.device.check()?;
     let mut progress = Progress::new(arguments.progress.progress);
-    let bundle = Bundle::open(&arguments.models.folder(&arguments.bundle, Need::Weights, &mut progress)?)?;
+    let bundle = Bundle::open(&arguments.models.folder(&arguments.bundle, Need::Bundle, &mut progress)?)?;
     let mut runtime = arguments.device.start(&mut progress)?;
     let options = VerifyOptions {
         controls: !arguments.no_controls,

@@ -44,8 +44,7 @@ struct Shared {
 struct State {
     /// What is being brought, or was.
     expected: BTreeSet<String>,
-    /// By name, whether it came over the network.
-    came: BTreeMap<String, bool>,
+    came: BTreeSet<String>,
     /// Why no more comes.
     failed: Option<Arc<HubError>>,
 }
@@ -66,14 +65,6 @@ impl Arriving {
     pub fn license(&self) -> Option<&str> {
         self.shared.listing.license.as_deref()
     }
-
-    /// Removes from the cache what came over the network for this snapshot, and tells how many bytes that gave.
-    pub fn forget(&self) -> Result<u64, HubError> {
-        let Shared { hub, listing, state, .. } = &*self.shared;
-        let came = locked(state);
-        let names = came.came.iter().filter(|(_, came)| **came).map(|(name, _)| &name[..]);
-        hub.forget(listing, names)
-    }
 }
 
 impl Shared {
@@ -87,7 +78,10 @@ impl Shared {
         let shared = Arc::clone(self);
         thread::spawn(move || {
             let arrived = |name: &str, came: bool| {
-                locked(&shared.state).came.insert(name.to_owned(), came);
+                if came {
+                    shared.hub.mark(&shared.listing, name);
+                }
+                locked(&shared.state).came.insert(name.to_owned());
                 shared.changed.notify_all();
             };
             if let Err(error) = shared.hub.fetch_each(&shared.listing, &names, &*shared.tell, &arrived) {
@@ -159,11 +153,11 @@ impl Arrivals for Arriving {
         if is_new {
             shared.bring(vec![name.to_owned()]);
         }
-        let waiting = |state: &mut State| !state.came.contains_key(name) && state.failed.is_none();
+        let waiting = |state: &mut State| !state.came.contains(name) && state.failed.is_none();
         let state = shared.changed.wait_while(locked(&shared.state), waiting);
         let state = state.unwrap_or_else(|poisoned| poisoned.into_inner());
         match &state.failed {
-            Some(error) if !state.came.contains_key(name) => Err(io::Error::other(Failed(Arc::clone(error)))),
+            Some(error) if !state.came.contains(name) => Err(io::Error::other(Failed(Arc::clone(error)))),
             _ => Ok(()),
         }
     }

@@ -17,6 +17,8 @@ use super::{digest::ContentId, error::HubError, listing::is_commit, reference::R
 
 /// Where locks are, so that a repository's folder holds nothing but its files.
 const LOCKS: &str = ".locks";
+/// The ending of files that say that a content came for an export alone.
+pub(super) const MARK: &str = "exported";
 /// How often a lock that another process holds is tried.
 const RETRY: Duration = Duration::from_millis(100);
 /// How the names of files begin that get their own one in the next moment.
@@ -107,6 +109,22 @@ impl Shelf {
         write().map_err(HubError::io(&path))
     }
 
+    /// Held, shared, by those that read files which [`Hub::forget`](super::Hub) may remove.
+    pub(super) fn in_use(&self) -> io::Result<File> {
+        let path = self.locks.join("exports.lock");
+        make_parent(&path)?;
+        File::options().create(true).append(true).open(path)
+    }
+
+    pub(super) fn lock_path(&self, id: &str) -> PathBuf {
+        self.locks.join(format!("{id}.lock"))
+    }
+
+    /// A file that says that a content came for an export alone.
+    pub(super) fn mark(&self, id: &ContentId) -> PathBuf {
+        self.locks.join(format!("{id}.{MARK}"))
+    }
+
     /// The one place from which a content may be written. Waits for other processes that have it; `waiting` is called
     /// now and then meanwhile.
     pub(super) fn lock(
@@ -115,7 +133,7 @@ impl Shelf {
         stop: &Stop<'_>,
         mut waiting: impl FnMut(),
     ) -> Result<File, HubError> {
-        let path = self.locks.join(format!("{id}.lock"));
+        let path = self.lock_path(id.as_str());
         let try_lock = || {
             make_parent(&path)?;
             let file = File::options().create(true).append(true).open(&path)?;

@@ -102,7 +102,11 @@ impl<'a> Attempts<'a> {
         let doubled = self.patience.first_wait.saturating_mul(1 << (self.made - 1).min(16));
         let wait = asked.unwrap_or(doubled).min(longest);
         let seconds = wait.as_secs_f32();
-        (self.tell)(Event::note(format!("{what}: {problem}; tried again in {seconds:.1} s")));
+        let attempts = self.patience.attempts;
+        (self.tell)(Event::note(format!(
+            "{what}: {problem}; trying again in {seconds:.1} s (attempt {} of {attempts})",
+            self.made + 1
+        )));
         pause(wait, self.stop)
     }
 }
@@ -244,7 +248,11 @@ impl Client {
     }
 
     fn unreachable(&self, error: &ureq::Error) -> Failure {
-        Failure::passing(format!("{}: {error}", self.settings.endpoint))
+        let problem = match error {
+            ureq::Error::Timeout(_) => format!("no answer in {} s", self.settings.patience.answer.as_secs()),
+            other => other.to_string(),
+        };
+        Failure::passing(format!("{}: {problem}", self.settings.endpoint))
     }
 
     /// What a status that is no success means. `ours` says that the hub itself answered.

@@ -11,17 +11,19 @@ use super::reference::RepoId;
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
     #[error(
-        "{repo} is not in the cache ({}), and HF_HUB_OFFLINE forbids to download it; unset HF_HUB_OFFLINE, run `viaduct pull {repo}` where there is a network and copy the cache, or name a local folder with --model-dir",
+        "{repo} is not in the cache as a whole ({}), and HF_HUB_OFFLINE forbids to download it; unset HF_HUB_OFFLINE, run `viaduct pull {repo}` where there is a network and copy the cache, or name a local folder with --model-dir",
         cache.display()
     )]
     Offline { repo: RepoId, cache: PathBuf },
-    #[error("HF_HUB_OFFLINE is set, so nothing is downloaded; unset it to pull {repo}")]
+    #[error(
+        "{repo} is not in the cache as a whole, and HF_HUB_OFFLINE is set, so nothing is downloaded; unset it"
+    )]
     PullOffline { repo: RepoId },
     #[error(
-        "{repo}: no such repository on {endpoint}, and no such path here; check the name, or set HF_TOKEN if the repository is private"
+        "{repo}: no such repository on {endpoint}; check the name, or set HF_TOKEN if the repository is private"
     )]
     NoRepository { repo: RepoId, endpoint: String },
-    #[error("{repo}: the repository has no revision '{}'", repo.revision)]
+    #[error("{repo}: the repository has no revision '{}'; a commit is written with all its 40 digits", repo.revision)]
     NoRevision { repo: RepoId },
     #[error(
         "{repo}: access is restricted; accept the terms on {endpoint}/{}, make a token there and set HF_TOKEN (or log in with `hf auth login`)",
@@ -35,9 +37,7 @@ pub enum HubError {
         wait.as_secs()
     )]
     RateLimited { what: String, wait: Duration },
-    #[error(
-        "{repo}: the hub cannot be asked ({problem}); check the network and HF_ENDPOINT, or name a local folder with --model-dir"
-    )]
+    #[error("{repo}: the hub cannot be asked ({problem}); check the network and HF_ENDPOINT")]
     Unreachable { repo: RepoId, problem: String },
     #[error("{what}: {problem} ({attempts} attempts); what is downloaded stays, so run it again to go on")]
     Transfer { what: String, problem: String, attempts: u32 },
@@ -59,6 +59,10 @@ pub enum HubError {
         "{repo} holds no model that this program knows (no bundle.json, flux2-config.json or model_index.json); `viaduct pull --all` downloads it all the same"
     )]
     NoModel { repo: RepoId },
+    #[error("{repo} is a checkpoint; make a bundle of it: `viaduct export {repo} -o BUNDLE`")]
+    IsCheckpoint { repo: RepoId },
+    #[error("{repo} is a bundle already: `viaduct generate -b {repo}`")]
+    IsBundle { repo: RepoId },
     #[error(
         "{}: {} free, but {} more are needed; make room (`viaduct list`, `viaduct rm`), or set HF_HOME to a larger disk",
         folder.display(), ByteSize(*free), ByteSize(*needed)
@@ -66,7 +70,7 @@ pub enum HubError {
     NoSpace { folder: PathBuf, needed: u64, free: u64 },
     #[error("{repo} is not in the cache ({}); `viaduct list` shows what is", cache.display())]
     NotCached { repo: RepoId, cache: PathBuf },
-    #[error("{repo}: another process is downloading files of it; end that first")]
+    #[error("{repo}: another process is downloading or exporting it; end that first")]
     InUse { repo: RepoId },
     #[error("no home folder is known; set HF_HOME to the folder that is to hold downloads")]
     NoHome,

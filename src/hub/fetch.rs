@@ -131,13 +131,18 @@ struct Entry {
     done: u64,
     bytes: u64,
     told: Option<Instant>,
+    /// Whether its end was told of.
+    ended: bool,
 }
 
 impl<'a> Account<'a> {
     /// Of what is there already nothing is told.
     fn new(shelf: &Shelf, files: &[(&'a str, &RemoteFile)], tell: Tell<'a>) -> Account<'a> {
         let missing = files.iter().filter(|(_, file)| !is_there(&shelf.blob(&file.id), file.bytes));
-        let entry = |file: &RemoteFile| Entry { done: 0, bytes: file.bytes, told: None };
+        let entry = |file: &RemoteFile| {
+            let done = file.bytes - self::missing(shelf, file).min(file.bytes);
+            Entry { done, bytes: file.bytes, told: None, ended: false }
+        };
         let files = missing.map(|(name, file)| (*name, entry(file))).collect();
         Account { files: Mutex::new(files), came: AtomicU64::new(0), tell }
     }
@@ -153,7 +158,8 @@ impl<'a> Account<'a> {
         let mut files = locked(&self.files);
         let Some(entry) = files.get_mut(name) else { return };
         let is_new = entry.told.is_none_or(|told| told.elapsed() >= TOLD);
-        let ends = done == entry.bytes && entry.done < done;
+        let ends = done == entry.bytes && !entry.ended;
+        entry.ended |= ends;
         entry.done = done;
         if !is_new && !ends {
             return;

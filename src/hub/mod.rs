@@ -9,7 +9,9 @@ mod client;
 mod digest;
 mod error;
 mod fetch;
+mod leftovers;
 mod listing;
+mod need;
 mod pull;
 mod reference;
 mod settings;
@@ -28,10 +30,11 @@ pub use self::{
     digest::ContentId,
     error::HubError,
     listing::{Listing, RemoteFile},
-    pull::{Need, Pulled, Selection},
+    need::{Kind, Need},
+    pull::{Checkout, Pulled, Selection},
     reference::{MAIN, ModelName, RepoId, RepoIdError},
     settings::{Patience, Settings},
-    shelves::{Kept, Kind},
+    shelves::Kept,
 };
 use self::{
     cache::Shelf,
@@ -85,7 +88,10 @@ impl Hub {
             return Err(HubError::PullOffline { repo: repo.clone() });
         }
         let (what, stop) = (repo.to_string(), Stop::by(&self.stop));
-        let mut attempts = self.attempts(&stop, tell, &what);
+        // Where there is no network, nobody wants to wait long for that news.
+        let patience =
+            Patience { attempts: self.settings.patience.attempts.min(4), ..self.settings.patience };
+        let mut attempts = Attempts::new(patience, &stop, tell, &what);
         loop {
             match self.client.describe(repo) {
                 Ok(json) => return Listing::parse(repo, &json),

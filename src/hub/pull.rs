@@ -1,21 +1,21 @@
 //! Whole models: which files of a repository make one, and whether the cache has them all.
 
 use std::{
-    collections::BTreeMap,
+    fs::File,
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-use serde_json::Value;
 use viaduct_export::{
-    bundle::{Bundle, BundleError, CONFIG, ExportError, MANIFEST, Manifest, needed_files},
-    weights::{Arrivals, Checkpoint, read_json},
+    bundle::{CONFIG, ExportError, MANIFEST, Manifest, needed_files},
+    weights::Arrivals,
 };
 
 use super::{
     Arriving, ContentId, Hub, Tell, Teller,
     error::HubError,
     listing::{Listing, RemoteFile},
+    need::{Need, components, is_whole},
     reference::RepoId,
 };
 use crate::pipeline::event::Event;
@@ -24,8 +24,6 @@ use crate::pipeline::event::Event;
 const FOR_PEOPLE: &[&str] =
     &["md", "png", "jpg", "jpeg", "gif", "webp", "svg", "mp4", "gitattributes", "gitignore"];
 
-/// What makes a repository a checkpoint.
-const CHECKPOINT: &str = "model_index.json";
 /// Files of a checkpoint beside its weights.
 const CONFIGS: &[&str] = &["json", "txt", "jinja", "model", "toml"];
 /// Larger than any of them.
@@ -53,84 +51,133 @@ pub enum Selection {
     All,
 }
 
-/// What a model is wanted for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Need {
-    /// To be looked at: graphs or config files do, weights need not be there.
-    Description,
-    /// To be run, or exported.
-    Weights,
+/// A checkpoint that is being exported.
+pub struct Checkout {
+    pub folder: PathBuf,
+    /// Its weight files, where they still have to come.
+    pub arriving: Option<Arc<Arriving>>,
+    hub: Hub,
+    repo: RepoId,
+    in_use: File,
 }
 
-impl Need {
-    /// Opens the bundle of a folder that holds what is needed.
-    pub fn open(self, folder: &Path) -> Result<Bundle, BundleError> {
-        match self {
-            Need::Description => Bundle::open_graphs(folder),
-            Need::Weights => Bundle::open(folder),
+impl Checkout {
+    pub fn repo(&self) -> &RepoId {
+        &self.repo
+    }
+
+    /// Ends the export. Weight files that exports alone have brought go, unless another export reads them; tells how many bytes
+    /// that gave.
+    pub fn forget(self) -> Result<u64, HubError> {
+        let alone = self.in_use.unlock().and_then(|()| Ok(self.in_use.try_lock()?));
+        match alone {
+            Ok(()) => self.hub.forget(&self.repo),
+            Err(_) => Ok(0),
         }
+    }
+
+    /// Ends the export; all files stay.
+    pub fn keep(self) -> Result<(), HubError> {
+        self.hub.unmark(&self.repo)
     }
 }
 
 impl Hub {
-    /// Brings a repository's model as it is on the hub now. What is in the cache already is not brought again.
-    pub fn pull(&self, repo: &RepoId, selection: Selection, tell: Tell<'_>) -> Result<Pulled, HubError> {
+    /// Brings a repository's model as it is on the hub now. What is in the cache already is not brought again; `check` has it
+    /// hashed, and brought again where it is damaged. Offline, a model that is whole in the cache is taken as it is.
+    pub fn pull(
+        &self,
+        repo: &RepoId,
+        selection: Selection,
+        check: bool,
+        tell: Tell<'_>,
+    ) -> Result<Pulled, HubError> {
+        if self.settings.offline {
+            return self.pulled_offline(repo, tell);
+        }
         let listing = self.list(repo, tell)?;
         let (files, came) = match selection {
             Selection::All => (listing.files.keys().cloned().collect(), 0),
-            Selection::Model => self.model_files(&listing, tell)?,
+            Selection::Model => {
+                Need::Description.check(&listing)?;
+                self.model_files(&listing, tell)?
+            }
         };
+        if check {
+            self.remove_damaged(&listing, &files, tell)?;
+        }
         let came = came + self.fetch(&listing, &files, tell)?;
         self.shelf(repo).refer(&listing.commit)?;
+        self.settle(&listing, &files, tell);
         let bytes = files.iter().filter_map(|name| listing.files.get(name)).map(|file| file.bytes).sum();
         Ok(Pulled { folder: self.folder(&listing), commit: listing.commit, files, bytes, came })
     }
 
+    fn pulled_offline(&self, repo: &RepoId, tell: Tell<'_>) -> Result<Pulled, HubError> {
+        let folder = self.cached(repo).filter(|folder| is_whole(folder));
+        let folder = folder.ok_or_else(|| HubError::PullOffline { repo: repo.clone() })?;
+        tell(Event::note(format!(
+            "{repo}: HF_HUB_OFFLINE is set; this is the revision that is in the cache"
+        )));
+        let commit = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        Ok(Pulled { commit, folder, files: Vec::new(), bytes: 0, came: 0 })
+    }
+
     /// The folder of a model: from the cache if what is needed is there, without a word to the hub; else it is brought.
     pub fn open(&self, repo: &RepoId, need: Need, tell: Tell<'_>) -> Result<PathBuf, HubError> {
-        if let Some(folder) = self.cached(repo).filter(|folder| suffices(folder, need)) {
+        if let Some(folder) = self.cached(repo).filter(|folder| need.is_met(folder)) {
             return Ok(folder);
         }
-        self.check_online(repo)?;
+        let listing = self.ask_for(repo, need, tell)?;
         match need {
-            Need::Weights => Ok(self.pull(repo, Selection::Model, tell)?.folder),
-            Need::Description => {
-                let listing = self.list(repo, tell)?;
+            Need::Description | Need::Graphs => {
                 self.describe(&listing, tell)?;
                 self.shelf(repo).refer(&listing.commit)?;
                 Ok(self.folder(&listing))
             }
+            Need::Bundle | Need::Checkpoint => Ok(self.pull(repo, Selection::Model, false, tell)?.folder),
         }
     }
 
-    /// For an export with that recipe and those changes of it: the folder of a checkpoint, and its weight files where they
-    /// still have to come.
+    /// A checkpoint for an export with that recipe and those changes of it.
     pub fn checkpoint(
         &self,
         repo: &RepoId,
         recipe: Option<&str>,
         set: &[(String, String)],
         tell: Teller,
-    ) -> Result<(PathBuf, Option<Arriving>), HubError> {
+    ) -> Result<Checkout, HubError> {
+        let shelf = self.shelf(repo);
+        // Where files cannot be locked, two exports of one repository at once are the user's matter.
+        let in_use = shelf.in_use().map_err(HubError::io(shelf.locks()))?;
+        let _ = in_use.lock_shared();
+        let checkout =
+            |folder, arriving| Checkout { folder, arriving, hub: self.clone(), repo: repo.clone(), in_use };
         let is_whole = |folder: &PathBuf| {
-            suffices(folder, Need::Weights) || needed_files(folder, None, recipe, set).is_ok()
+            Need::Checkpoint.is_met(folder) || needed_files(folder, None, recipe, set).is_ok()
         };
         if let Some(folder) = self.cached(repo).filter(is_whole) {
-            return Ok((folder, None));
+            return Ok(checkout(folder, None));
         }
-        self.check_online(repo)?;
-        let listing = self.list(repo, &*tell)?;
+        let listing = self.ask_for(repo, Need::Checkpoint, &*tell)?;
         self.describe(&listing, &*tell)?;
-        self.shelf(repo).refer(&listing.commit)?;
+        shelf.refer(&listing.commit)?;
         let folder = self.folder(&listing);
-        Ok((folder, Some(Arriving::new(self.clone(), listing, tell))))
+        Ok(checkout(folder, Some(Arc::new(Arriving::new(self.clone(), listing, tell)))))
     }
 
-    fn check_online(&self, repo: &RepoId) -> Result<(), HubError> {
-        match self.settings.offline {
-            true => Err(HubError::Offline { repo: repo.clone(), cache: self.settings.cache.clone() }),
-            false => Ok(()),
+    /// Asks the hub what there is of a model that is not in the cache.
+    fn ask_for(&self, repo: &RepoId, need: Need, tell: Tell<'_>) -> Result<Listing, HubError> {
+        if self.settings.offline {
+            return Err(HubError::Offline { repo: repo.clone(), cache: self.settings.cache.clone() });
         }
+        tell(Event::note(format!(
+            "{repo} is no path here, and not in the cache as a whole: asking {}",
+            self.settings.endpoint
+        )));
+        let listing = self.list(repo, tell)?;
+        need.check(&listing)?;
+        Ok(listing)
     }
 
     /// Brings what tells of a model without its weights, and returns the bytes that came. Of the licence is told when a
@@ -147,10 +194,8 @@ impl Hub {
         } else if has(CONFIG) {
             // What such a bundle consists of shows only when all of it is there.
             (of_another_layout(listing), 0)
-        } else if has(CHECKPOINT) {
-            (configs(listing), 0)
         } else {
-            return Err(HubError::NoModel { repo: repo.clone() });
+            (configs(listing), 0)
         };
         let names: Vec<String> = names;
         let came = came + self.fetch(listing, &names, tell)?;
@@ -234,35 +279,6 @@ fn bundle_files(listing: &Listing, manifest: &Manifest) -> Result<Vec<String>, H
         }
     }
     Ok(names)
-}
-
-/// Whether a folder has what is needed of its model, in the sizes that the files must have.
-pub(super) fn suffices(folder: &Path, need: Need) -> bool {
-    let is_checkpoint = !Bundle::is_at(folder) && folder.join(CHECKPOINT).exists();
-    match (is_checkpoint, need) {
-        (false, need) => need.open(folder).is_ok(),
-        (true, Need::Description) => components(folder).iter().all(|component| component.is_dir()),
-        (true, Need::Weights) => needed_files(folder, None, None, &[]).is_ok() || is_complete(folder),
-    }
-}
-
-/// Whether a checkpoint has all weights of all components, whatever a recipe wants of them.
-fn is_complete(folder: &Path) -> bool {
-    // Tokenizers and schedulers have configs of other names.
-    let has_all = |component: &PathBuf| match component.join("config.json").exists() {
-        true => Checkpoint::open(component).is_ok_and(|weights| weights.is_complete()),
-        false => component.is_dir(),
-    };
-    components(folder).iter().all(has_all)
-}
-
-/// The folders of a checkpoint that its index names.
-fn components(folder: &Path) -> Vec<PathBuf> {
-    let index = read_json::<BTreeMap<String, Value>>(&folder.join(CHECKPOINT)).unwrap_or_default();
-    // `["diffusers", "AutoencoderKL"]`; other entries are settings, and `[null, null]` is a part that is left out.
-    let is_component = |value: &Value| value.get(1).is_some_and(Value::is_string);
-    let named = index.into_iter().filter(|(_, value)| is_component(value));
-    named.map(|(name, _)| folder.join(name)).collect()
 }
 
 fn ending(name: &str) -> &str {

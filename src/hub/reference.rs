@@ -15,7 +15,7 @@ const SCHEME: &str = "hf://";
 const MAX_ID: usize = 96;
 const MAX_REVISION: usize = 250;
 /// Endings of files that are models or pictures by themselves.
-const FILES: &[&str] = &["onnx", "safetensors", "gguf", "json", "png"];
+const FILES: &[&str] = &["onnx", "safetensors", "gguf", "json", "data", "png", "jpg", "jpeg", "webp"];
 
 /// `owner/name`, `owner/name@revision`, or either behind `hf://`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -44,7 +44,7 @@ impl Default for Patience {
     fn default() -> Patience {
         Patience {
             answer: ANSWER,
-            attempts: 6,
+            attempts: 10,
             first_wait: Duration::from_millis(500),
             longest_wait: Duration::from_secs(60),
         }

@@ -11,13 +11,14 @@ use std::{
 };
 
 use serde::Serialize;
-use viaduct_export::bundle::{Bundle, Manifest};
+use viaduct_export::bundle::Manifest;
 
 use super::{
     Hub,
+    cache::Shelf,
     error::HubError,
-    listing::{Listing, is_commit},
-    pull::{Need, suffices},
+    listing::is_commit,
+    need::{Kind, is_whole},
     reference::{MAIN, RepoId},
 };
 
@@ -41,17 +42,9 @@ pub struct Kept {
     pub bytes: u64,
     /// Bytes of broken-off transfers.
     pub incomplete: u64,
+    /// Whether a process is bringing files.
+    pub busy: bool,
     pub license: Option<String>,
-}
-
-/// What a repository holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Kind {
-    Bundle,
-    Checkpoint,
-    /// Nothing that this program reads.
-    Other,
 }
 
 impl Hub {
@@ -62,77 +55,65 @@ impl Hub {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
             entries => entries.map_err(HubError::io(cache))?,
         };
-        let mut kept: Vec<Kept> = entries.flatten().filter_map(|entry| kept(&entry.path())).collect();
+        let mut kept: Vec<Kept> = entries.flatten().filter_map(|entry| kept(cache, &entry.path())).collect();
         kept.sort_by(|a, b| a.repo.cmp(&b.repo));
         Ok(kept)
+    }
+
+    /// Refuses a repository that is not in the cache, or of which a process is bringing or exporting files.
+    pub fn check_removable(&self, repo: &RepoId) -> Result<(), HubError> {
+        let shelf = self.shelf(repo);
+        if !shelf.folder().is_dir() {
+            return Err(HubError::NotCached { repo: repo.clone(), cache: self.settings.cache.clone() });
+        }
+        match is_used(shelf.locks()) {
+            true => Err(HubError::InUse { repo: repo.clone() }),
+            false => Ok(()),
+        }
     }
 
     /// Removes all revisions of a repository from the cache, and tells how many bytes that gave.
     ///
     /// # Errors
-    /// If there is none, or another process is bringing files of it.
+    /// Those of [`Hub::check_removable`].
     pub fn remove(&self, repo: &RepoId) -> Result<u64, HubError> {
+        self.check_removable(repo)?;
         let shelf = self.shelf(repo);
         let folder = shelf.folder();
-        if !folder.is_dir() {
-            return Err(HubError::NotCached { repo: repo.clone(), cache: self.settings.cache.clone() });
-        }
-        if is_used(shelf.locks()) {
-            return Err(HubError::InUse { repo: repo.clone() });
-        }
         let bytes = blobs(folder).map(|(_, bytes)| bytes).sum();
-        // Nobody finds half of it.
-        let removed = self.settings.cache.join(format!("{REMOVED}{}", std::process::id()));
-        fs::rename(folder, &removed).map_err(HubError::io(folder))?;
-        fs::remove_dir_all(&removed).map_err(HubError::io(&removed))?;
+        remove_folder(folder, &self.settings.cache)?;
         let _ = fs::remove_dir_all(shelf.locks());
         Ok(bytes)
     }
 }
 
-impl Hub {
-    /// Removes files of a snapshot, and what they hold, and tells how many bytes that gave. Other files stay.
-    pub(super) fn forget<'a>(
-        &self,
-        listing: &Listing,
-        names: impl Iterator<Item = &'a str>,
-    ) -> Result<u64, HubError> {
-        let (shelf, mut freed) = (self.shelf(&listing.repo), 0);
-        for name in names {
-            let file = listing.file(name, "the request")?;
-            let (link, blob) = (shelf.snapshot(&listing.commit).join(name), shelf.blob(&file.id));
-            for path in [link, blob] {
-                match fs::remove_file(&path) {
-                    Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                        return Err(HubError::io(path)(error));
-                    }
-                    _ => {}
-                }
-            }
-            freed += file.bytes;
-        }
-        Ok(freed)
-    }
+/// Removes a folder in one step, so that nobody finds half of it.
+pub(super) fn remove_folder(folder: &Path, cache: &Path) -> Result<(), HubError> {
+    let removed = cache.join(format!("{REMOVED}{}", std::process::id()));
+    fs::rename(folder, &removed).map_err(HubError::io(folder))?;
+    fs::remove_dir_all(&removed).map_err(HubError::io(&removed))
 }
 
 /// Whether a process holds one of the locks.
-fn is_used(locks: &Path) -> bool {
+pub(super) fn is_used(locks: &Path) -> bool {
     let files = fs::read_dir(locks).into_iter().flatten().flatten();
     files.filter_map(|entry| File::open(entry.path()).ok()).any(|file| file.try_lock().is_err())
 }
 
-fn kept(folder: &Path) -> Option<Kept> {
+fn kept(cache: &Path, folder: &Path) -> Option<Kept> {
     let name = folder.file_name()?.to_str()?.strip_prefix(MODELS)?;
     let repo: RepoId = name.replacen("--", "/", 1).parse().ok()?;
     let revisions = revisions(folder);
     let snapshot = newest(folder, &revisions);
-    let kind = snapshot.as_deref().map_or(Kind::Other, kind_of);
+    let kind = snapshot.as_deref().map_or(Kind::Other, Kind::of_folder);
     let license = snapshot.as_deref().and_then(|folder| Manifest::read(folder).ok()?.source.license);
     let incomplete = |(name, _): &(PathBuf, u64)| name.extension() == Some(OsStr::new("incomplete"));
+    let busy = is_used(Shelf::new(cache, &repo).locks());
     Some(Kept {
         repo: repo.id,
+        busy,
         kind,
-        whole: snapshot.as_deref().is_some_and(|folder| suffices(folder, Need::Weights)),
+        whole: snapshot.as_deref().is_some_and(is_whole),
         bytes: blobs(folder).map(|(_, bytes)| bytes).sum(),
         incomplete: blobs(folder).filter(incomplete).map(|(_, bytes)| bytes).sum(),
         revisions,
@@ -140,16 +121,8 @@ fn kept(folder: &Path) -> Option<Kept> {
     })
 }
 
-fn kind_of(folder: &Path) -> Kind {
-    match folder.join("model_index.json").exists() {
-        _ if Bundle::is_at(folder) => Kind::Bundle,
-        true => Kind::Checkpoint,
-        false => Kind::Other,
-    }
-}
-
 /// By revision, its commit. A revision's name may have slashes.
-fn revisions(folder: &Path) -> BTreeMap<String, String> {
+pub(super) fn revisions(folder: &Path) -> BTreeMap<String, String> {
     let root = folder.join("refs");
     let (mut found, mut folders) = (BTreeMap::new(), vec![root.clone()]);
     while let Some(folder) = folders.pop() {
@@ -179,7 +152,7 @@ fn newest(folder: &Path, revisions: &BTreeMap<String, String>) -> Option<PathBuf
 }
 
 /// Files of a repository's folder that hold contents, and what they take on the disk.
-fn blobs(folder: &Path) -> impl Iterator<Item = (PathBuf, u64)> {
+pub(super) fn blobs(folder: &Path) -> impl Iterator<Item = (PathBuf, u64)> {
     let files = fs::read_dir(folder.join("blobs")).into_iter().flatten().flatten();
     files.filter_map(|entry| Some((entry.path(), entry.metadata().ok()?.blocks() * BLOCK)))
 }

@@ -65,8 +65,17 @@ impl Transfers<'_> {
             return Ok(false);
         }
         let partial = incomplete(&blob);
+        let mut waits = false;
         // Elsewhere than in the other process nobody sees how far it is.
-        let watch = || moved(Moved::To(fs::metadata(&partial).map_or(0, |metadata| metadata.len())));
+        let watch = || {
+            if !std::mem::replace(&mut waits, true) {
+                let Wanted { repo, name, .. } = wanted;
+                (self.tell)(Event::note(format!(
+                    "{repo}: another process is downloading {name}; waiting for it"
+                )));
+            }
+            moved(Moved::To(fs::metadata(&partial).map_or(0, |metadata| metadata.len())));
+        };
         let _lock = self.shelf.lock(wanted.id, self.stop, watch)?;
         if is_there(&blob, wanted.bytes) {
             return Ok(false);
@@ -216,6 +225,33 @@ pub(super) fn check_range(headers: &HeaderMap, from: u64, bytes: u64) -> Result<
     }
 }
 
+/// What the bytes of a file are, which may be another content than `like`.
+pub(super) fn hash(
+    path: &Path,
+    like: &ContentId,
+    bytes: u64,
+    stop: &Stop<'_>,
+) -> Result<ContentId, HubError> {
+    let digester = Digester::start(like, bytes);
+    let read = || feed(&digester, &mut File::open(path)?, bytes, stop);
+    read().map_err(HubError::io(path))?;
+    if stop.is_asked() { Err(HubError::Interrupted) } else { Ok(digester.finish()) }
+}
+
+/// Hashes the first bytes of a file, and stands at their end; fewer if the work is to end.
+fn feed(digester: &Digester, file: &mut File, bytes: u64, stop: &Stop<'_>) -> io::Result<()> {
+    file.seek(SeekFrom::Start(0))?;
+    let mut left = bytes;
+    while left > 0 && !stop.is_asked() {
+        let mut piece = digester.piece();
+        piece.len = usize::try_from(left).unwrap_or(usize::MAX).min(piece.buffer.len());
+        file.read_exact(&mut piece.buffer[..piece.len])?;
+        left -= piece.len as u64;
+        digester.update(piece);
+    }
+    Ok(())
+}
+
 /// A content that is not whole yet, under a name that says so.
 struct Partial {
     path: PathBuf,
@@ -255,20 +291,7 @@ impl Partial {
     /// Hashes what is there, and stands at its end.
     fn digest(&mut self, stop: &Stop<'_>) -> Result<Digester, HubError> {
         let digester = Digester::start(&self.id, self.whole);
-        let mut read = || {
-            self.file.seek(SeekFrom::Start(0))?;
-            let mut left = self.bytes;
-            while left > 0 && !stop.is_asked() {
-                let mut piece = digester.piece();
-                let room = usize::try_from(left).unwrap_or(usize::MAX).min(piece.buffer.len());
-                self.file.read_exact(&mut piece.buffer[..room])?;
-                piece.len = room;
-                left -= room as u64;
-                digester.update(piece);
-            }
-            Ok(())
-        };
-        read().map_err(HubError::io(&self.path))?;
+        feed(&digester, &mut self.file, self.bytes, stop).map_err(HubError::io(&self.path))?;
         if stop.is_asked() { Err(HubError::Interrupted) } else { Ok(digester) }
     }
 

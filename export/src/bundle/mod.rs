@@ -22,5 +22,6 @@ pub use needed::needed_files;
 pub use outline::{Outline, OutlineRequest, OutlineSource};
 pub use read::{Bundle, BundleError};
 pub use stages::Stages;
+pub use target::check_target;
 pub use verified::StoreError;
 pub use write::{ExportError, ExportEvent, ExportRequest, ExportSummary, Published, export};

@@ -24,6 +24,8 @@ pub(super) const MAX_MANIFEST_BYTES: u64 = 16 << 20;
 pub enum BundleError {
     #[error("{}: no {MANIFEST}, so it is no bundle; make one with `viaduct export CHECKPOINT -o BUNDLE`", path.display())]
     NotABundle { path: PathBuf },
+    #[error("{}: no such folder; a repository of a hub is written owner/name", path.display())]
+    NoFolder { path: PathBuf },
     #[error("{}: {source}", path.display())]
     Io { path: PathBuf, source: io::Error },
     #[error("{}: {bytes} bytes; no manifest is larger than {MAX_MANIFEST_BYTES}", path.display())]
@@ -38,7 +40,7 @@ pub enum BundleError {
     Missing { path: PathBuf },
     #[error("{}: {found} bytes, but {MANIFEST} states {expected}; the file is damaged, copy or export it again", path.display())]
     Size { path: PathBuf, expected: u64, found: u64 },
-    #[error("{}: SHA-256 is {found}, but {MANIFEST} states {expected}; the file is damaged", path.display())]
+    #[error("{}: SHA-256 is {found}, but {MANIFEST} states {expected}; the file is damaged, copy or export it again (one of a hub: `viaduct pull --check owner/name`)", path.display())]
     Hash { path: PathBuf, expected: String, found: String },
     #[error("{}: the stage '{stage}' is not in this bundle", path.display())]
     NoStage { path: PathBuf, stage: String },
@@ -239,6 +241,9 @@ impl Manifest {
         let bytes = match fs::metadata(&path) {
             Ok(metadata) if metadata.is_file() => metadata.len(),
             Ok(_) => return Err(BundleError::NotABundle { path: folder.to_owned() }),
+            Err(_) if fs::symlink_metadata(folder).is_err() => {
+                return Err(BundleError::NoFolder { path: folder.to_owned() });
+            }
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
                 return Err(BundleError::NotABundle { path: folder.to_owned() });
             }

@@ -47,6 +47,11 @@ impl Target<'_> {
     }
 }
 
+/// Refuses a folder in which no bundle may be made, before anything is done for it.
+pub fn check_target(out: &Path, force: bool) -> Result<(), ExportError> {
+    Target { out, force }.check(&[])
+}
+
 /// `--force` removes a folder, so the folder must be a bundle with nothing of the user's in it.
 fn replaceable(sources: &[&Path], path: PathBuf) -> Result<(), ExportError> {
     let io = |source| ExportError::Io { path: path.clone(), source };
