@@ -427,7 +427,7 @@ fn a_full_disk() {
 fn bundles() {
     const JSON: &str = "b/bundle.json";
     let cases = [
-        case("no bundle", "generate -b nowhere -p cat -o out.png", |_| (), 1, &["nowhere: no bundle.json"]),
+        case("no bundle", "generate -b nowhere -p cat -o out.png", |_| (), 1, &["nowhere: no such folder"]),
         draw(
             "manifest of garbage",
             |d| put(&d.join(JSON), "{\"format\": 1, oops"),
@@ -933,7 +933,7 @@ fn interrupted_exports() {
                 let check = finish(viaduct(directory.path(), "inspect out --hashes"));
                 assert!(check.status.success(), "{signal} after {delay} ms: {}", text(&check.stderr));
             } else if signal != libc::SIGKILL {
-                let stopped = status.code() == Some(130) || status.signal() == Some(signal);
+                let stopped = status.code() == Some(128 + signal) || status.signal() == Some(signal);
                 assert!(stopped, "signal {signal} after {delay} ms: {status}: {told}");
                 assert!(left.is_empty(), "signal {signal} after {delay} ms: {left:?}");
                 assert!(told.lines().count() <= 1 && !told.contains("panicked"), "{told}");

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Arc, LazyLock, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU8, Ordering},
     },
     time::Instant,
 };
@@ -23,6 +23,7 @@ use viaduct_export::{
 use super::{
     ProgressArguments,
     exit::UsageError,
+    interrupt::{leave_with, on_interrupt},
     key_value,
     model::ModelArguments,
     printer::{complain, print},
@@ -31,7 +32,6 @@ use super::{
 use crate::{
     hub::{Checkout, Hub, ModelName, Need, Settings, Teller},
     pipeline::event::{Event, Listener},
-    runtime::exit,
 };
 
 /// Turn a checkpoint, or graphs that others exported, into a bundle that `viaduct generate` runs.
@@ -108,9 +108,13 @@ Examples:
 /// How weights are stored where nothing else is asked for.
 const DEFAULT_PROFILE: &str = "q8";
 
-/// 128 and the signal's number, as shells have it.
-const INTERRUPTED: u8 = 130;
+const INTERRUPTED: &str =
+    "interrupted; no bundle was made (what was downloaded stays, and the same command goes on from there)";
 
+/// Set when a folder is being filled.
+static WRITES: AtomicBool = AtomicBool::new(false);
+/// The signal that interrupted.
+static SIGNAL: AtomicU8 = AtomicU8::new(0);
 /// Set by an interrupt.
 static STOPPED: LazyLock<Arc<AtomicBool>> = LazyLock::new(Arc::default);
 
@@ -285,7 +289,11 @@ impl Shown {
             ExportEvent::Note(message) => progress.on_event(Event::note(message)),
             ExportEvent::Warning(message) => progress.on_event(Event::warning(message)),
             ExportEvent::Staging(folder) => self.staging = Some(folder),
-            ExportEvent::Total { bytes } => self.total = bytes,
+            // The folder comes next.
+            ExportEvent::Total { bytes } => {
+                self.total = bytes;
+                WRITES.store(true, Ordering::SeqCst);
+            }
             ExportEvent::Stage { name } => self.what = name,
             ExportEvent::Bytes(n) => {
                 self.done += n;
@@ -307,17 +315,17 @@ fn stop(staging: Option<&Path>) -> ! {
     if let Some(folder) = staging {
         let _ = fs::remove_dir_all(folder);
     }
-    complain(
-        "interrupted; no bundle was made (what was downloaded stays, and the same command goes on from there)",
-    );
-    exit(INTERRUPTED)
+    leave_with(SIGNAL.load(Ordering::Relaxed), || complain(INTERRUPTED))
 }
 
-/// The first interrupt lets the export clean up, which it does within a tensor's time; a second one does not wait.
+/// The first interrupt lets the export clean up, which it does within a tensor's time; before there is anything to clean up, it
+/// ends the process. A second one does not wait.
 fn stop_on_interrupt() -> anyhow::Result<()> {
-    ctrlc::set_handler(|| {
-        if STOPPED.swap(true, Ordering::Relaxed) {
-            exit(INTERRUPTED);
+    on_interrupt(|signal| {
+        SIGNAL.store(signal, Ordering::Relaxed);
+        STOPPED.store(true, Ordering::SeqCst);
+        if !WRITES.load(Ordering::SeqCst) {
+            leave_with(signal, || complain(INTERRUPTED));
         }
     })?;
     Ok(())

@@ -35,7 +35,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let cache = &hub.settings().cache;
     let total: u64 = kept.iter().map(|kept| kept.bytes).sum();
     if arguments.json {
-        let report = serde_json::json!({ "cache": cache, "bytes": total, "models": kept });
+        let report = serde_json::json!({ "cache": cache.to_string_lossy(), "bytes": total, "models": kept });
         return print(&format!("{report}\n"));
     }
     let width = kept.iter().map(|kept| kept.repo.len()).max().unwrap_or(0).max(REPOSITORY.len());

@@ -74,7 +74,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if arguments.json {
         let RepoId { id, revision } = repo;
         let report = serde_json::json!({
-            "repo": id, "revision": revision, "commit": commit, "path": folder, "files": files,
+            "repo": id, "revision": revision, "commit": commit, "path": folder.to_string_lossy(), "files": files,
             "bytes": bytes, "transferred": came, "seconds": seconds,
         });
         return print(&format!("{report}\n"));

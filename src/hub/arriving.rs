@@ -4,8 +4,9 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     io,
     path::{Path, PathBuf},
-    sync::{Arc, Condvar, Mutex},
+    sync::{Arc, Condvar, Mutex, atomic::Ordering},
     thread,
+    time::Duration,
 };
 
 use viaduct_export::weights::{Arrivals, Beginning};
@@ -19,8 +20,10 @@ const WEIGHTS: &str = ".safetensors";
 const PREFIX: usize = 8;
 /// Longer than most headers, and little beside a shard.
 const FIRST: u64 = 128 << 10;
-/// The limit of the format's reference implementation.
-const MAX_HEADER: u64 = 100_000_000;
+/// Longer than the headers of thousands of tensors. Those of all shards are kept.
+const MAX_HEADER: u64 = 16 << 20;
+/// How often a reader that waits looks whether it is to end.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// Who is told of the progress, for as long as there is any.
 pub type Teller = Arc<dyn Fn(Event) + Send + Sync>;
@@ -67,6 +70,15 @@ impl Arriving {
     }
 }
 
+/// Tells those who wait when the thread that brings files ends without having brought them.
+struct Ended<'a>(&'a Shared);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        self.0.fail(HubError::Interrupted);
+    }
+}
+
 impl Shared {
     /// The name of a file in the repository.
     fn name<'a>(&self, file: &'a Path) -> Option<&'a str> {
@@ -76,7 +88,9 @@ impl Shared {
     /// Brings files in a thread of its own; those that wait for them hear of each.
     fn bring(self: &Arc<Self>, names: Vec<String>) {
         let shared = Arc::clone(self);
-        thread::spawn(move || {
+        let bring = move || {
+            // Whoever waits hears of it, whatever ends this thread.
+            let ended = Ended(&shared);
             let arrived = |name: &str, came: bool| {
                 if came {
                     shared.hub.mark(&shared.listing, name);
@@ -85,16 +99,31 @@ impl Shared {
                 shared.changed.notify_all();
             };
             if let Err(error) = shared.hub.fetch_each(&shared.listing, &names, &*shared.tell, &arrived) {
-                locked(&shared.state).failed.get_or_insert(Arc::new(error));
-                shared.changed.notify_all();
+                shared.fail(error);
+            } else {
+                std::mem::forget(ended);
             }
-        });
+        };
+        if let Err(error) = thread::Builder::new().spawn(bring) {
+            self.fail(HubError::Thread(error));
+        }
+    }
+
+    fn fail(&self, error: HubError) {
+        locked(&self.state).failed.get_or_insert(Arc::new(error));
+        self.changed.notify_all();
     }
 
     fn read_beginning(&self, name: &str, file: &RemoteFile) -> Result<Beginning, HubError> {
         let mut header = self.read(name, FIRST.min(file.bytes))?;
         let len = header.first_chunk::<PREFIX>().map_or(0, |len| u64::from_le_bytes(*len));
-        let whole = len.saturating_add(PREFIX as u64).min(file.bytes).min(MAX_HEADER);
+        let whole = len.saturating_add(PREFIX as u64).min(file.bytes);
+        if len > MAX_HEADER {
+            let what = format!("{}: {name}", self.listing.repo);
+            let problem =
+                format!("its header of {len} bytes is longer than what is read ahead ({MAX_HEADER})");
+            return Err(HubError::Transfer { what, problem, attempts: 1 });
+        }
         if whole > header.len() as u64 {
             header = self.read(name, whole)?;
         }
@@ -153,9 +182,14 @@ impl Arrivals for Arriving {
         if is_new {
             shared.bring(vec![name.to_owned()]);
         }
-        let waiting = |state: &mut State| !state.came.contains(name) && state.failed.is_none();
-        let state = shared.changed.wait_while(locked(&shared.state), waiting);
-        let state = state.unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut state = locked(&shared.state);
+        while !state.came.contains(name) && state.failed.is_none() {
+            if shared.hub.stop.load(Ordering::Relaxed) {
+                return Err(io::Error::other(HubError::Interrupted));
+            }
+            let waited = shared.changed.wait_timeout(state, LOOK);
+            state = waited.unwrap_or_else(|poisoned| poisoned.into_inner()).0;
+        }
         match &state.failed {
             Some(error) if !state.came.contains(name) => Err(io::Error::other(Failed(Arc::clone(error)))),
             _ => Ok(()),

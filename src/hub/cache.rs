@@ -12,6 +12,7 @@ use std::{
 
 use hf_hub::{Cache, CacheRepo, Repo, RepoType};
 use tempfile::Builder;
+use viaduct_export::locked_file;
 
 use super::{digest::ContentId, error::HubError, listing::is_commit, reference::RepoId, stop::Stop};
 
@@ -83,8 +84,9 @@ impl Shelf {
         }
         let write = || {
             let folder = make_parent(&path)?;
-            let mut file = Builder::new().prefix(TEMPORARY).tempfile_in(folder)?;
+            let mut file = locked_file::create_in(folder, TEMPORARY, "")?;
             file.write_all(commit.as_bytes())?;
+            file.as_file().sync_all()?;
             file.persist(&path)?;
             Ok(())
         };

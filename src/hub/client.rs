@@ -1,12 +1,9 @@
-//! Questions to a hub: the list of a repository's files through `hf-hub`, and beside it what that client lacks, bodies
-//! from any byte on with everything checked that a server says of them.
+//! Questions to a hub, at the addresses that `hf-hub` knows. Its own client sends the token on to other ports of a host, and
+//! cannot go on with a body: here each redirection is looked at, and all that a server says of a body.
 
 use std::{io::Read, thread, time::Duration};
 
-use hf_hub::{
-    Cache, Repo, RepoType,
-    api::sync::{Api, ApiBuilder, ApiRepo},
-};
+use hf_hub::{Repo, RepoType};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use ureq::{
     Agent, Body,
@@ -15,7 +12,7 @@ use ureq::{
 
 use super::{
     Tell,
-    digest::PIECE,
+    digest::{ContentId, PIECE},
     error::HubError,
     listing::Listing,
     reference::RepoId,
@@ -26,7 +23,7 @@ use super::{
 use crate::pipeline::event::Event;
 
 /// Larger than any list of files.
-const MAX_LISTING: u64 = 64 << 20;
+const MAX_LISTING: u64 = 32 << 20;
 /// Larger than any message that is shown.
 const MAX_MESSAGE: u64 = 4 << 10;
 const MAX_HOPS: usize = 8;
@@ -37,7 +34,6 @@ const LOOK: Duration = Duration::from_millis(50);
 const PATH: &AsciiSet = &NON_ALPHANUMERIC.remove(b'/').remove(b'-').remove(b'_').remove(b'.').remove(b'~');
 
 pub(super) struct Client {
-    hub: Api,
     agent: Agent,
     settings: Settings,
     endpoint: Uri,
@@ -94,7 +90,7 @@ impl<'a> Attempts<'a> {
         let what = self.what.to_owned();
         let longest = self.patience.longest_wait;
         if let Some(wait) = asked.filter(|wait| *wait > longest || self.made >= self.patience.attempts) {
-            return Err(HubError::RateLimited { what, wait });
+            return Err(HubError::RateLimited { what, problem, wait });
         }
         if self.made >= self.patience.attempts {
             return Err(HubError::Transfer { what, problem, attempts: self.made });
@@ -133,13 +129,6 @@ impl Client {
             problem,
         };
         let endpoint: Uri = settings.endpoint.parse().map_err(|_| setting("this is no address"))?;
-        let hub = ApiBuilder::from_cache(Cache::new(settings.cache.clone()))
-            .with_endpoint(settings.endpoint.clone())
-            .with_token(settings.token.clone())
-            .with_progress(false)
-            .with_user_agent("viaduct", env!("CARGO_PKG_VERSION"))
-            .build()
-            .map_err(|_| setting("no client can be made for it"))?;
         let answer = settings.patience.answer;
         let agent = Agent::config_builder()
             .user_agent(AGENT)
@@ -153,32 +142,30 @@ impl Client {
             .input_buffer_size(PIECE)
             .build()
             .into();
-        Ok(Client { hub, agent, settings: settings.clone(), endpoint })
+        Ok(Client { agent, settings: settings.clone(), endpoint })
     }
 
-    fn repository(&self, repo: &RepoId, revision: &str) -> ApiRepo {
-        let repo = Repo::with_revision(repo.id.clone(), RepoType::Model, revision.to_owned());
-        self.hub.repo(repo)
+    fn repository(repo: &RepoId, revision: &str) -> Repo {
+        Repo::with_revision(repo.id.clone(), RepoType::Model, revision.to_owned())
     }
 
     /// Where a file of a commit is.
     pub(super) fn address(&self, repo: &RepoId, commit: &str, file: &str) -> String {
-        let file = utf8_percent_encode(file, PATH).to_string();
-        self.repository(repo, commit).url(&file)
+        let repo = Client::repository(repo, commit);
+        let (endpoint, file) = (&self.settings.endpoint, utf8_percent_encode(file, PATH));
+        format!("{endpoint}/{}/resolve/{}/{file}", repo.url(), repo.url_revision())
     }
 
     /// The hub's description of a repository, as JSON.
     pub(super) fn describe(&self, repo: &RepoId) -> Result<Vec<u8>, Failure> {
-        let request = self.repository(repo, &repo.revision).info_request().query("blobs", "true");
-        let request = request.config().http_status_as_error(false);
-        let request = request.timeout_global(Some(self.settings.patience.answer)).build();
-        let answer = request.call().map_err(|e| self.unreachable(&e))?;
-        let status = answer.status();
-        if status != StatusCode::OK {
-            return Err(self.refusal(repo, &repo.to_string(), status, answer, true));
+        let path = Client::repository(repo, &repo.revision).api_url();
+        let url = format!("{}/api/{path}?blobs=true", self.settings.endpoint);
+        let answer = self.open(repo, "the list of files", &url, None, self.settings.patience.answer)?;
+        if answer.status != StatusCode::OK {
+            return Err(Failure::passing(format!("the server answered {}", answer.status)));
         }
         let mut json = Vec::new();
-        let body = answer.into_body().into_reader();
+        let body = answer.body.into_reader();
         body.take(MAX_LISTING + 1).read_to_end(&mut json).map_err(|e| Failure::passing(e.to_string()))?;
         if json.len() as u64 > MAX_LISTING {
             let problem = format!("it has more than {MAX_LISTING} bytes");
@@ -206,7 +193,7 @@ impl Client {
                 request = request.header(header::RANGE, range);
             }
             let request = request.config().timeout_recv_body(Some(limit)).build();
-            let response = request.call().map_err(|e| self.unreachable(&e))?;
+            let response = request.call().map_err(|e| self.unreachable(&uri, &e))?;
             if hop == 0 {
                 content = content_of(response.headers());
             }
@@ -235,8 +222,10 @@ impl Client {
         if answer.content.as_deref().zip(id).is_some_and(|(content, id)| content != id) {
             return Err(Failure::passing(format!("{name}: the hub names another content than before")));
         }
-        if let (StatusCode::PARTIAL_CONTENT, Some(file)) = (answer.status, files.get(name)) {
-            check_range(&answer.headers, 0, file.bytes)?;
+        match (answer.status, files.get(name)) {
+            (StatusCode::PARTIAL_CONTENT, Some(file)) => check_range(&answer.headers, 0, file.bytes)?,
+            (StatusCode::OK, _) => {}
+            (status, _) => return Err(Failure::passing(format!("the server answered {status}"))),
         }
         let mut read = Vec::new();
         let body = answer.body.into_reader();
@@ -247,12 +236,15 @@ impl Client {
         }
     }
 
-    fn unreachable(&self, error: &ureq::Error) -> Failure {
+    fn unreachable(&self, uri: &Uri, error: &ureq::Error) -> Failure {
         let problem = match error {
             ureq::Error::Timeout(_) => format!("no answer in {} s", self.settings.patience.answer.as_secs()),
             other => other.to_string(),
         };
-        Failure::passing(format!("{}: {problem}", self.settings.endpoint))
+        // Not its user and query, which may be secrets.
+        let host =
+            uri.authority().map_or("", |authority| authority.as_str().rsplit('@').next().unwrap_or(""));
+        Failure::passing(format!("{}://{host}: {problem}", uri.scheme_str().unwrap_or_default()))
     }
 
     /// What a status that is no success means. `ours` says that the hub itself answered.
@@ -319,7 +311,9 @@ fn same_host(a: &Uri, b: &Uri) -> bool {
 
 fn content_of(headers: &HeaderMap) -> Option<String> {
     let tag = ["x-linked-etag", "etag"].into_iter().find_map(|name| headers.get(name))?.to_str().ok()?;
-    Some(tag.trim_start_matches("W/").trim_matches('"').to_owned())
+    let tag = tag.trim_start_matches("W/").trim_matches('"');
+    // A mirror may have tags of another kind.
+    ContentId::is_one(tag).then(|| tag.to_owned())
 }
 
 /// Where an answer sends on to; never from a secret channel to an open one.

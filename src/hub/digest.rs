@@ -9,6 +9,8 @@ use std::{
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
 
+use super::error::HubError;
+
 /// Bytes of a piece.
 pub(super) const PIECE: usize = 256 << 10;
 /// Pieces that wait to be hashed.
@@ -30,6 +32,11 @@ impl ContentId {
 
     pub(super) fn git(hex: &str) -> Option<ContentId> {
         is_hex(hex, 40).then(|| ContentId::Git(hex.to_owned()))
+    }
+
+    /// Whether a text is of the form of an id.
+    pub(super) fn is_one(text: &str) -> bool {
+        is_hex(text, 64) || is_hex(text, 40)
     }
 
     pub fn as_str(&self) -> &str {
@@ -92,19 +99,20 @@ pub(super) struct Digester {
 
 impl Digester {
     /// For a content of so many bytes that is to have this id.
-    pub(super) fn start(id: &ContentId, bytes: u64) -> Digester {
+    pub(super) fn start(id: &ContentId, bytes: u64) -> Result<Digester, HubError> {
         let mut hasher = Hasher::new(id, bytes);
         let (pieces, waiting) = sync_channel::<Piece>(WAITING);
         let (give_back, hashed) = channel();
-        let thread = thread::spawn(move || {
+        let hash = move || {
             for piece in waiting {
                 hasher.update(&piece.buffer[..piece.len]);
                 // Nobody needs the buffer when the transfer has ended.
                 let _ = give_back.send(piece);
             }
             hasher.finish()
-        });
-        Digester { pieces, hashed, thread }
+        };
+        let thread = thread::Builder::new().spawn(hash).map_err(HubError::Thread)?;
+        Ok(Digester { pieces, hashed, thread })
     }
 
     /// An empty piece, of a buffer that was used before if there is one.
@@ -130,7 +138,7 @@ mod tests {
     use super::*;
 
     fn id_of(content: &[u8], like: &ContentId) -> ContentId {
-        let digester = Digester::start(like, content.len() as u64);
+        let digester = Digester::start(like, content.len() as u64).unwrap();
         for part in content.chunks(3) {
             let mut piece = digester.piece();
             piece.buffer[..part.len()].copy_from_slice(part);

@@ -33,10 +33,10 @@ pub enum HubError {
     #[error("{repo}: the hub does not accept the token; set HF_TOKEN to one that may read the repository")]
     Unauthorized { repo: RepoId },
     #[error(
-        "{what}: the hub asks to wait {} s (too many requests); try again then, or set HF_TOKEN, which raises the limit; what is downloaded stays",
+        "{what}: {problem}, and the server asks to wait {} s; try again then (with HF_TOKEN more is allowed); what is downloaded stays",
         wait.as_secs()
     )]
-    RateLimited { what: String, wait: Duration },
+    RateLimited { what: String, problem: String, wait: Duration },
     #[error("{repo}: the hub cannot be asked ({problem}); check the network and HF_ENDPOINT")]
     Unreachable { repo: RepoId, problem: String },
     #[error("{what}: {problem} ({attempts} attempts); what is downloaded stays, so run it again to go on")]
@@ -76,6 +76,8 @@ pub enum HubError {
     NoHome,
     #[error("{variable}={value}: {problem}")]
     Setting { variable: &'static str, value: String, problem: &'static str },
+    #[error("no thread can be started ({0}); raise the limit of processes (`ulimit -u`)")]
+    Thread(io::Error),
     #[error("{}: {source}", path.display())]
     Io { path: PathBuf, source: io::Error },
     #[error(transparent)]

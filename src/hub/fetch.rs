@@ -71,7 +71,13 @@ impl Hub {
                 }
             }
         };
-        thread::scope(|scope| (0..CONNECTIONS.min(names.len())).for_each(|_| drop(scope.spawn(work))));
+        thread::scope(|scope| {
+            // This thread works, too, so that it goes on where there may be no others.
+            for _ in 1..CONNECTIONS.min(names.len()) {
+                let _ = thread::Builder::new().spawn_scoped(scope, work);
+            }
+            work();
+        });
         match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some(error) => Err(error),
             None if stop.is_asked() => Err(HubError::Interrupted),
@@ -93,6 +99,7 @@ fn fetch_one(
 ) -> Result<bool, HubError> {
     let Listing { repo, commit, .. } = listing;
     let wanted = Wanted { repo, commit, name, bytes: file.bytes, id: &file.id };
+    transfers.adopt(&wanted)?;
     let came = transfers.bring(&wanted, &mut |moved| account.note(name, moved))?;
     transfers.shelf.link(commit, name, &file.id)?;
     account.note(name, Moved::To(file.bytes));

@@ -14,6 +14,7 @@ use viaduct_export::bytes::ByteSize;
 use super::{
     Hub, Tell,
     cache::{MARK, Shelf},
+    digest::ContentId,
     error::HubError,
     listing::{Listing, RemoteFile},
     reference::RepoId,
@@ -34,7 +35,8 @@ impl Hub {
         let wanted: BTreeSet<&str> = listing.files.values().map(|file| file.id.as_str()).collect();
         for (path, _) in blobs(shelf.folder()) {
             let id = path.file_stem().and_then(OsStr::to_str).unwrap_or_default();
-            let is_broken_off = path.extension() == Some(OsStr::new("incomplete"));
+            // Other tools name theirs otherwise, and may be at work on them.
+            let is_broken_off = path.extension() == Some(OsStr::new("incomplete")) && ContentId::is_one(id);
             let is_of_use = wanted.contains(id) && !path.with_extension("").exists();
             if is_broken_off && !is_of_use && !is_locked(&shelf.lock_path(id)) {
                 let _ = fs::remove_file(path);
@@ -93,7 +95,7 @@ impl Hub {
         let shelf = self.shelf(repo);
         let (snapshots, contents) = self.old(&shelf);
         for snapshot in snapshots {
-            remove_folder(&snapshot, &self.settings.cache)?;
+            remove_folder(&snapshot)?;
         }
         for (path, _) in &contents {
             remove(path)?;

@@ -2,13 +2,17 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Deserializer};
-use serde_json::Value;
+use serde::Deserialize;
+use serde_json::value::RawValue;
 
 use super::{digest::ContentId, error::HubError, reference::RepoId};
 
 /// More files than any model has.
 const MAX_FILES: usize = 100_000;
+
+/// What file systems take as one name, and more than any model has for a path.
+const MAX_NAME: usize = 255;
+const MAX_PATH: usize = 1024;
 
 /// A repository at one commit.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,16 +36,16 @@ pub struct RemoteFile {
 #[derive(Deserialize)]
 struct Answer {
     sha: String,
-    #[serde(default, rename = "cardData", deserialize_with = "or_default")]
-    card: Card,
+    #[serde(rename = "cardData")]
+    card: Option<Box<RawValue>>,
     siblings: Vec<Sibling>,
 }
 
 #[derive(Default, Deserialize)]
 struct Card {
-    license: Option<Value>,
-    license_name: Option<Value>,
-    license_link: Option<Value>,
+    license: Option<Box<RawValue>>,
+    license_name: Option<Box<RawValue>>,
+    license_link: Option<Box<RawValue>>,
 }
 
 #[derive(Deserialize)]
@@ -59,19 +63,21 @@ struct Lfs {
     size: u64,
 }
 
-/// What a card holds is its author's business: one of another form counts as none.
-fn or_default<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Card, D::Error> {
-    let value = Value::deserialize(deserializer)?;
-    Ok(serde_json::from_value(value).unwrap_or_default())
-}
-
 impl Listing {
     /// Reads the answer of `GET /api/models/{id}/revision/{revision}?blobs=true`.
     pub(super) fn parse(repo: &RepoId, json: &[u8]) -> Result<Listing, HubError> {
         let bad = |problem: String| HubError::Listing { repo: repo.clone(), problem };
+        if json.trim_ascii_start().starts_with(b"<") {
+            return Err(bad(
+                "the answer is a web page; is there a page to log in to this network?".to_owned()
+            ));
+        }
         let answer: Answer = serde_json::from_slice(json).map_err(|e| bad(e.to_string()))?;
         if !is_commit(&answer.sha) {
             return Err(bad(format!("{:?} is no commit", answer.sha)));
+        }
+        if is_commit(&repo.revision) && answer.sha != repo.revision {
+            return Err(bad(format!("it is of commit {}", answer.sha)));
         }
         if answer.siblings.len() > MAX_FILES {
             return Err(bad(format!("{} files; at most {MAX_FILES} are read", answer.siblings.len())));
@@ -90,7 +96,12 @@ impl Listing {
         if let Some(name) = files.keys().find(inside) {
             return Err(bad(format!("{name:?} lies in what is a file itself")));
         }
-        Ok(Listing { repo: repo.clone(), commit: answer.sha, license: answer.card.license(), files })
+        Ok(Listing {
+            repo: repo.clone(),
+            commit: answer.sha,
+            license: answer.card.and_then(|card| license(&card)),
+            files,
+        })
     }
 
     /// A file that something else names.
@@ -120,17 +131,17 @@ fn remote_file(sibling: Sibling) -> Result<(String, RemoteFile), String> {
 
 /// Whether a name is that of one file below a folder, in the one way to write it.
 fn is_inside(name: &str) -> bool {
-    let plain = |part: &str| !part.is_empty() && part != "." && part != "..";
-    name.split('/').all(plain) && !name.contains(['\\', '\0'])
+    let plain = |part: &str| !part.is_empty() && part != "." && part != ".." && part.len() <= MAX_NAME;
+    name.len() <= MAX_PATH && name.split('/').all(plain) && !name.contains(['\\', '\0'])
 }
 
-impl Card {
-    fn license(&self) -> Option<String> {
-        let text = |value: &Option<Value>| Some(value.as_ref()?.as_str()?.to_owned());
-        // `other` with the name of a licence of its own.
-        let name = text(&self.license_name).or_else(|| text(&self.license))?;
-        Some(text(&self.license_link).map_or(name.clone(), |link| format!("{name} ({link})")))
-    }
+/// What a card holds is its author's business: one of another form names no licence.
+fn license(card: &RawValue) -> Option<String> {
+    let card: Card = serde_json::from_str(card.get()).ok()?;
+    let text = |value: Option<Box<RawValue>>| serde_json::from_str::<String>(value?.get()).ok();
+    // `other` with the name of a licence of its own.
+    let name = text(card.license_name).or_else(|| text(card.license))?;
+    Some(text(card.license_link).map_or(name.clone(), |link| format!("{name} ({link})")))
 }
 
 /// Whether a text is a commit's hash, as git writes it.

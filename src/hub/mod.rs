@@ -1,6 +1,6 @@
 //! Models of a Hugging Face hub: found in the cache that all tools for it share, or brought there, whole or not at all.
 //!
-//! Built on `hf-hub`, which knows the cache's layout and the hub's addresses. Beside it stand transfers that go on where
+//! Built on `hf-hub`, which knows the cache's layout and the hub's addresses; added are transfers that go on where
 //! they were broken off, are checked against size and hash, and are shared by processes that want the same file.
 
 mod arriving;

@@ -96,6 +96,8 @@ impl Hub {
             return self.pulled_offline(repo, tell);
         }
         let listing = self.list(repo, tell)?;
+        // What this pull finds, no export removes.
+        let _in_use = self.use_of(repo)?;
         let (files, came) = match selection {
             Selection::All => (listing.files.keys().cloned().collect(), 0),
             Selection::Model => {
@@ -147,10 +149,7 @@ impl Hub {
         set: &[(String, String)],
         tell: Teller,
     ) -> Result<Checkout, HubError> {
-        let shelf = self.shelf(repo);
-        // Where files cannot be locked, two exports of one repository at once are the user's matter.
-        let in_use = shelf.in_use().map_err(HubError::io(shelf.locks()))?;
-        let _ = in_use.lock_shared();
+        let in_use = self.use_of(repo)?;
         let checkout =
             |folder, arriving| Checkout { folder, arriving, hub: self.clone(), repo: repo.clone(), in_use };
         let is_whole = |folder: &PathBuf| {
@@ -161,9 +160,18 @@ impl Hub {
         }
         let listing = self.ask_for(repo, Need::Checkpoint, &*tell)?;
         self.describe(&listing, &*tell)?;
-        shelf.refer(&listing.commit)?;
+        self.shelf(repo).refer(&listing.commit)?;
         let folder = self.folder(&listing);
         Ok(checkout(folder, Some(Arc::new(Arriving::new(self.clone(), listing, tell)))))
+    }
+
+    /// As long as the file lives, no export of another process removes the repository's weights.
+    fn use_of(&self, repo: &RepoId) -> Result<File, HubError> {
+        let shelf = self.shelf(repo);
+        let in_use = shelf.in_use().map_err(HubError::io(shelf.locks()))?;
+        // Where files cannot be locked, two processes at once are the user's matter.
+        let _ = in_use.lock_shared();
+        Ok(in_use)
     }
 
     /// Asks the hub what there is of a model that is not in the cache.

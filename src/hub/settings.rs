@@ -13,6 +13,9 @@ const ENDPOINT: &str = "https://huggingface.co";
 /// How long a request may take to be answered, and a body to bring anything at all.
 const ANSWER: Duration = Duration::from_secs(30);
 
+/// A day, in seconds.
+const LONGEST: u64 = 86_400;
+
 /// The variables of <https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables>, resolved.
 #[derive(Clone)]
 pub struct Settings {
@@ -66,13 +69,21 @@ impl Settings {
             let problem = "an address that begins with https:// or http:// is expected";
             return Err(HubError::Setting { variable: "HF_ENDPOINT", value: endpoint, problem });
         }
+        if endpoint.contains(['@', '?', '#']) {
+            // It may be a secret, and is not told again.
+            let (value, problem) = (
+                "…".to_owned(),
+                "an address without user, query and fragment is expected; a token goes into HF_TOKEN",
+            );
+            return Err(HubError::Setting { variable: "HF_ENDPOINT", value, problem });
+        }
         let mut patience = Patience::default();
         if let Some(seconds) = text("HF_HUB_DOWNLOAD_TIMEOUT") {
-            let parsed = seconds.parse().ok().filter(|seconds| *seconds > 0);
+            let parsed = seconds.parse().ok().filter(|seconds| (1..=LONGEST).contains(seconds));
             patience.answer = Duration::from_secs(parsed.ok_or(HubError::Setting {
                 variable: "HF_HUB_DOWNLOAD_TIMEOUT",
                 value: seconds,
-                problem: "a whole number of seconds above 0 is expected",
+                problem: "a whole number of seconds from 1 to 86400 is expected",
             })?);
         }
         let offline = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"].into_iter().any(is_true);

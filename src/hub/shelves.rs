@@ -11,6 +11,7 @@ use std::{
 };
 
 use serde::Serialize;
+use tempfile::Builder;
 use viaduct_export::bundle::Manifest;
 
 use super::{
@@ -81,17 +82,29 @@ impl Hub {
         let shelf = self.shelf(repo);
         let folder = shelf.folder();
         let bytes = blobs(folder).map(|(_, bytes)| bytes).sum();
-        remove_folder(folder, &self.settings.cache)?;
+        remove_folder(folder)?;
         let _ = fs::remove_dir_all(shelf.locks());
         Ok(bytes)
     }
 }
 
-/// Removes a folder in one step, so that nobody finds half of it.
-pub(super) fn remove_folder(folder: &Path, cache: &Path) -> Result<(), HubError> {
-    let removed = cache.join(format!("{REMOVED}{}", std::process::id()));
-    fs::rename(folder, &removed).map_err(HubError::io(folder))?;
-    fs::remove_dir_all(&removed).map_err(HubError::io(&removed))
+/// Removes a folder in one step, so that nobody finds half of it. Of a link, what it leads to goes, too.
+pub(super) fn remove_folder(folder: &Path) -> Result<(), HubError> {
+    let failed = || HubError::io(folder);
+    let real = fs::canonicalize(folder).map_err(failed())?;
+    let above = real.parent().unwrap_or(Path::new("/"));
+    // What a process that was killed has left.
+    for entry in fs::read_dir(above).into_iter().flatten().flatten() {
+        if entry.file_name().as_encoded_bytes().starts_with(REMOVED.as_bytes()) {
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+    let removed = Builder::new().prefix(REMOVED).tempdir_in(above).map_err(failed())?;
+    fs::rename(&real, removed.path().join("it")).map_err(failed())?;
+    if folder.is_symlink() {
+        fs::remove_file(folder).map_err(failed())?;
+    }
+    removed.close().map_err(failed())
 }
 
 /// Whether a process holds one of the locks.

@@ -24,8 +24,8 @@ use crate::pipeline::event::Event;
 
 /// How often a content may turn out to be another one before that is an error.
 const TRIES: usize = 2;
-/// A server that begins anew each time must be allowed to reach the end.
-const WHOLE_BODY: Duration = Duration::from_secs(24 * 3600);
+/// Bytes per second at which a server must be allowed to reach the end that begins anew each time.
+const SLOWEST: u64 = 50_000;
 /// After so many bytes the system begins to bring them to the disk, so that little is left to wait for at the end.
 const WRITE_BACK: u64 = 8 << 20;
 
@@ -101,6 +101,22 @@ impl Transfers<'_> {
         Ok(true)
     }
 
+    /// Takes a file for the content that lies in the snapshot itself, as it does where a cache was copied without links.
+    pub(super) fn adopt(&self, wanted: &Wanted<'_>) -> Result<(), HubError> {
+        let (file, blob) = (self.shelf.snapshot(wanted.commit).join(wanted.name), self.shelf.blob(wanted.id));
+        let is_file = fs::symlink_metadata(&file).is_ok_and(|metadata| metadata.is_file());
+        if !is_file || blob.exists() || !is_there(&file, wanted.bytes) {
+            return Ok(());
+        }
+        if hash(&file, wanted.id, wanted.bytes, self.stop)? == *wanted.id {
+            let folder = blob.parent().unwrap_or(Path::new("."));
+            fs::create_dir_all(folder)
+                .and_then(|()| fs::rename(&file, &blob))
+                .map_err(HubError::io(&blob))?;
+        }
+        Ok(())
+    }
+
     /// Brings what is missing, and tells what it all is.
     fn fill(
         &self,
@@ -119,10 +135,12 @@ impl Transfers<'_> {
             continues: true,
         };
         let mut attempts = Attempts::new(self.patience, self.stop, self.tell, what);
+        // One that begins anew and ends early again brings nothing.
+        let mut furthest = filling.partial.bytes;
         while filling.partial.bytes < wanted.bytes {
-            let before = filling.partial.bytes;
             let attempt = self.attempt(&mut filling, &url);
-            if filling.partial.bytes > before {
+            if filling.partial.bytes > furthest {
+                furthest = filling.partial.bytes;
                 attempts.brought_something();
             }
             if let Err(failure) = attempt {
@@ -135,7 +153,10 @@ impl Transfers<'_> {
     fn attempt(&self, filling: &mut Filling<'_>, url: &str) -> Result<(), Failure> {
         let from = filling.partial.bytes;
         let range = (from > 0).then(|| format!("bytes={from}-"));
-        let limit = if filling.continues { self.patience.answer } else { WHOLE_BODY };
+        let limit = match filling.continues {
+            true => self.patience.answer,
+            false => self.patience.answer + Duration::from_secs(filling.wanted.bytes / SLOWEST),
+        };
         let Wanted { repo, name, .. } = *filling.wanted;
         let answer = self.client.open(repo, name, url, range.as_deref(), limit)?;
         let id = filling.wanted.id.as_str();
@@ -175,7 +196,7 @@ struct Filling<'a> {
 impl Filling<'_> {
     fn restart(&mut self) -> Result<(), Failure> {
         self.partial.clear().map_err(Failure::Final)?;
-        self.digester = Digester::start(self.wanted.id, self.wanted.bytes);
+        self.digester = Digester::start(self.wanted.id, self.wanted.bytes).map_err(Failure::Final)?;
         (self.moved)(Moved::To(0));
         Ok(())
     }
@@ -232,7 +253,7 @@ pub(super) fn hash(
     bytes: u64,
     stop: &Stop<'_>,
 ) -> Result<ContentId, HubError> {
-    let digester = Digester::start(like, bytes);
+    let digester = Digester::start(like, bytes)?;
     let read = || feed(&digester, &mut File::open(path)?, bytes, stop);
     read().map_err(HubError::io(path))?;
     if stop.is_asked() { Err(HubError::Interrupted) } else { Ok(digester.finish()) }
@@ -290,7 +311,7 @@ impl Partial {
 
     /// Hashes what is there, and stands at its end.
     fn digest(&mut self, stop: &Stop<'_>) -> Result<Digester, HubError> {
-        let digester = Digester::start(&self.id, self.whole);
+        let digester = Digester::start(&self.id, self.whole)?;
         feed(&digester, &mut self.file, self.bytes, stop).map_err(HubError::io(&self.path))?;
         if stop.is_asked() { Err(HubError::Interrupted) } else { Ok(digester) }
     }

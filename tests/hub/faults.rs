@@ -285,6 +285,44 @@ fn the_token_goes_to_the_hub_alone() {
     place.assert_whole();
 }
 
+/// Nor by way of the list of files, to another port of the same host.
+#[test]
+fn the_token_follows_no_redirection() {
+    let files = files();
+    let mut place = Place::serving(&files, repository(&files).private("hf_secret"));
+    place.settings.token = Some("hf_secret".into());
+    place.pull().unwrap();
+    // Where the large files are.
+    let elsewhere = format!("{}/api/models/{ID}/revision/main", place.server.blobs_url());
+    let before = place.server.served().len();
+    place.server.fail([Fault::Status(307), header("Location", &elsewhere)], ALWAYS, listing);
+    place.pull().unwrap_err();
+    let served = &place.server.served()[before..];
+    assert!(served.iter().any(|served| served.status == 307 && served.authorised), "{served:?}");
+    let others: Vec<_> = served.iter().filter(|served| served.endpoint != Endpoint::Info).collect();
+    assert!(!others.is_empty() && others.iter().all(|served| !served.authorised), "{served:?}");
+}
+
+/// A server that never lets a transfer end is left after some attempts, not asked for ever.
+#[test]
+fn what_does_not_get_further_ends() {
+    fails(
+        vec![(vec![Fault::NotSatisfiable], ALWAYS, resumed), (vec![Fault::Cut(0.6)], ALWAYS, body)],
+        &[FILE, "4 attempts"],
+    );
+    fails(vec![(vec![Fault::IgnoreRange, Fault::Cut(0.6)], ALWAYS, body)], &[FILE, "4 attempts"]);
+}
+
+#[test]
+fn a_commit_is_that_commit() {
+    let place = Place::new(&files());
+    let other = "0123456789".repeat(4);
+    place.server.add(repository(&files()).tag(&other));
+    let output = crate::bad::finish(place.program(&format!("pull {ID}@{other} --all")));
+    let told = crate::bad::text(&output.stderr);
+    assert!(output.status.code() == Some(1) && told.contains("it is of commit"), "{told}");
+}
+
 #[test]
 fn one_content_under_two_names_comes_once() {
     let files =

@@ -8,6 +8,7 @@ mod bad;
 mod exports;
 mod faults;
 mod first_use;
+mod leftovers;
 mod listings;
 #[path = "../support/place.rs"]
 mod place;

@@ -96,6 +96,11 @@ impl HubServer {
         self.shared.lock().routes.hub.clone()
     }
 
+    /// The address of the host of large files.
+    pub fn blobs_url(&self) -> String {
+        self.shared.lock().routes.blobs.clone()
+    }
+
     /// Serves a repository from now on, in place of one of the same id.
     pub fn add(&self, repository: Repository) {
         let mut state = self.shared.lock();
