@@ -25,7 +25,8 @@ fn exit_code(signal: u8) -> u8 {
 }
 
 /// Has the first of the signals call `act` with its number, on a thread of its own; a second one ends the process at
-/// once. A signal that the process was started to ignore, as `nohup` does, stays ignored. To be called once.
+/// once. A signal that the process was started to ignore, as `nohup` does, stays ignored. A later call takes the place of
+/// an earlier one.
 pub fn on_interrupt(act: impl FnOnce(u8) + Send + 'static) -> io::Result<()> {
     let (mut reader, writer) = io::pipe()?;
     // Open for as long as the process lives.

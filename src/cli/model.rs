@@ -2,14 +2,21 @@
 
 use std::{
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError, atomic::AtomicBool},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use clap::Args;
 
-use super::{exit::UsageError, progress::Progress};
+use super::{
+    exit::UsageError,
+    interrupt::{leave_with, on_interrupt},
+    progress::Progress,
+};
 use crate::{
-    hub::{Hub, ModelName, Need, RepoId, Settings},
+    hub::{Hub, HubError, ModelName, Need, RepoId, Settings},
     pipeline::event::{Event, Listener},
 };
 
@@ -36,15 +43,33 @@ impl ModelArguments {
                     progress.on_event(Event::note(note));
                     Ok(folder)
                 }
-                None => Ok(hub()?.open(repo, need, &teller(&Mutex::new(progress)))?),
+                None => {
+                    let downloads = tell_if_interrupted(progress)?;
+                    let folder = hub()?.open(repo, need, &teller(&Mutex::new(progress)));
+                    downloads.store(false, Ordering::Relaxed);
+                    Ok(folder?)
+                }
             },
         }
     }
 }
 
+/// An interrupt ends the process, as long as the flag is set with a word on what is downloaded: it is gone on with, whole or not.
+pub fn tell_if_interrupted(progress: &Progress) -> anyhow::Result<Arc<AtomicBool>> {
+    let (downloads, last_word) = (Arc::new(AtomicBool::new(true)), progress.last_word());
+    let is_told = Arc::clone(&downloads);
+    on_interrupt(move |signal| {
+        leave_with(signal, move || {
+            if is_told.load(Ordering::Relaxed) {
+                last_word(Event::warning(HubError::Interrupted.to_string()));
+            }
+        })
+    })?;
+    Ok(downloads)
+}
+
 /// The hub of the environment.
 pub fn hub() -> anyhow::Result<Hub> {
-    // An interrupt simply ends the process: what is downloaded stays, and is gone on with.
     Ok(Hub::new(Settings::from_env()?, Arc::new(AtomicBool::new(false)))?)
 }
 

@@ -7,13 +7,12 @@ use viaduct_export::bytes::ByteSize;
 
 use super::{
     ProgressArguments,
-    interrupt::{leave_with, on_interrupt},
-    model::{hub, teller},
+    model::{hub, tell_if_interrupted, teller},
     printer::print,
     progress::Progress,
 };
 use crate::{
-    hub::{HubError, Pulled, RepoId, Selection},
+    hub::{Pulled, RepoId, Selection},
     pipeline::event::{Event, Listener},
 };
 
@@ -60,7 +59,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let started = Instant::now();
     let hub = hub()?;
     let mut progress = Progress::new(arguments.progress.progress);
-    stop_on_interrupt(&progress)?;
+    tell_if_interrupted(&progress)?;
     let selection = if arguments.all { Selection::All } else { Selection::Model };
     let repo = &arguments.repo;
     let pulled = hub.pull(repo, selection, arguments.check, &teller(&Mutex::new(&mut progress)));
@@ -80,14 +79,4 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         return print(&format!("{report}\n"));
     }
     print(&format!("{}\n", folder.display()))
-}
-
-/// An interrupt ends the process at once: what is written is gone on with, whole or not.
-fn stop_on_interrupt(progress: &Progress) -> anyhow::Result<()> {
-    let last_word = progress.last_word();
-    on_interrupt(move |signal| {
-        let event = Event::warning(HubError::Interrupted.to_string());
-        leave_with(signal, move || last_word(event))
-    })?;
-    Ok(())
 }

@@ -18,6 +18,8 @@ use crate::pipeline::event::Event;
 const WEIGHTS: &str = ".safetensors";
 /// Of the length of a header.
 const PREFIX: usize = 8;
+/// Fewer than a pull has: the sooner the first file is whole, the sooner it is exported.
+const CONNECTIONS: usize = 2;
 /// Longer than most headers, and little beside a shard.
 const FIRST: u64 = 128 << 10;
 /// Longer than the headers of thousands of tensors. Those of all shards are kept.
@@ -70,12 +72,14 @@ impl Arriving {
     }
 }
 
-/// Tells those who wait when the thread that brings files ends without having brought them.
-struct Ended<'a>(&'a Shared);
+/// Tells those who wait when the thread that brings files panics.
+struct Watched<'a>(&'a Shared);
 
-impl Drop for Ended<'_> {
+impl Drop for Watched<'_> {
     fn drop(&mut self) {
-        self.0.fail(HubError::Interrupted);
+        if thread::panicking() {
+            self.0.fail(HubError::Interrupted);
+        }
     }
 }
 
@@ -89,8 +93,7 @@ impl Shared {
     fn bring(self: &Arc<Self>, names: Vec<String>) {
         let shared = Arc::clone(self);
         let bring = move || {
-            // Whoever waits hears of it, whatever ends this thread.
-            let ended = Ended(&shared);
+            let _watched = Watched(&shared);
             let arrived = |name: &str, came: bool| {
                 if came {
                     shared.hub.mark(&shared.listing, name);
@@ -98,10 +101,9 @@ impl Shared {
                 locked(&shared.state).came.insert(name.to_owned());
                 shared.changed.notify_all();
             };
-            if let Err(error) = shared.hub.fetch_each(&shared.listing, &names, &*shared.tell, &arrived) {
+            let Shared { hub, listing, tell, .. } = &*shared;
+            if let Err(error) = hub.fetch_each(listing, &names, CONNECTIONS, &**tell, &arrived) {
                 shared.fail(error);
-            } else {
-                std::mem::forget(ended);
             }
         };
         if let Err(error) = thread::Builder::new().spawn(bring) {
@@ -118,7 +120,7 @@ impl Shared {
         let mut header = self.read(name, FIRST.min(file.bytes))?;
         let len = header.first_chunk::<PREFIX>().map_or(0, |len| u64::from_le_bytes(*len));
         let whole = len.saturating_add(PREFIX as u64).min(file.bytes);
-        if len > MAX_HEADER {
+        if whole > MAX_HEADER {
             let what = format!("{}: {name}", self.listing.repo);
             let problem =
                 format!("its header of {len} bytes is longer than what is read ahead ({MAX_HEADER})");

@@ -34,15 +34,16 @@ impl Hub {
     /// # Errors
     /// The first one ends the others, too. What has come stays, and is gone on with by the next call.
     pub fn fetch(&self, listing: &Listing, names: &[String], tell: Tell<'_>) -> Result<u64, HubError> {
-        self.fetch_each(listing, names, tell, &|_, _| ())
+        self.fetch_each(listing, names, CONNECTIONS, tell, &|_, _| ())
     }
 
-    /// [`Hub::fetch`], which calls `arrived` with each file's name as soon as it is there, and with whether it came over the
+    /// [`Hub::fetch`] of so many files at once, which calls `arrived` with each file's name as soon as it is there, and with whether it came over the
     /// network.
     pub(super) fn fetch_each(
         &self,
         listing: &Listing,
         names: &[String],
+        connections: usize,
         tell: Tell<'_>,
         arrived: &(dyn Fn(&str, bool) + Sync),
     ) -> Result<u64, HubError> {
@@ -73,7 +74,7 @@ impl Hub {
         };
         thread::scope(|scope| {
             // This thread works, too, so that it goes on where there may be no others.
-            for _ in 1..CONNECTIONS.min(names.len()) {
+            for _ in 1..connections.min(names.len()) {
                 let _ = thread::Builder::new().spawn_scoped(scope, work);
             }
             work();

@@ -95,9 +95,18 @@ impl Hub {
         if self.settings.offline {
             return self.pulled_offline(repo, tell);
         }
-        let listing = self.list(repo, tell)?;
-        // What this pull finds, no export removes.
-        let _in_use = self.use_of(repo)?;
+        self.bring(self.list(repo, tell)?, selection, check, tell)
+    }
+
+    fn bring(
+        &self,
+        listing: Listing,
+        selection: Selection,
+        check: bool,
+        tell: Tell<'_>,
+    ) -> Result<Pulled, HubError> {
+        // What is found now, no export removes.
+        let _in_use = self.use_of(&listing.repo)?;
         let (files, came) = match selection {
             Selection::All => (listing.files.keys().cloned().collect(), 0),
             Selection::Model => {
@@ -109,7 +118,7 @@ impl Hub {
             self.remove_damaged(&listing, &files, tell)?;
         }
         let came = came + self.fetch(&listing, &files, tell)?;
-        self.shelf(repo).refer(&listing.commit)?;
+        self.shelf(&listing.repo).refer(&listing.commit)?;
         self.settle(&listing, &files, tell);
         let bytes = files.iter().filter_map(|name| listing.files.get(name)).map(|file| file.bytes).sum();
         Ok(Pulled { folder: self.folder(&listing), commit: listing.commit, files, bytes, came })
@@ -137,7 +146,7 @@ impl Hub {
                 self.shelf(repo).refer(&listing.commit)?;
                 Ok(self.folder(&listing))
             }
-            Need::Bundle | Need::Checkpoint => Ok(self.pull(repo, Selection::Model, false, tell)?.folder),
+            Need::Bundle | Need::Checkpoint => Ok(self.bring(listing, Selection::Model, false, tell)?.folder),
         }
     }
 

@@ -1,8 +1,13 @@
 //! A model by its repository's name: downloaded on first use, and used without a hub from then on.
 
-use std::fs;
+use std::{
+    fs,
+    process::Stdio,
+    thread::sleep,
+    time::{Duration, Instant},
+};
 
-use viaduct_hub_server::Repository;
+use viaduct_hub_server::{Endpoint, Fault, Repository};
 
 use crate::{
     bad::{Good, finish, text},
@@ -54,4 +59,28 @@ fn a_bundle_is_downloaded_once_and_then_used_offline() {
     for name in ["second.png", "third.png", "fourth.png"] {
         assert!(picture(name) == picture("first.png"), "{name}");
     }
+}
+
+#[test]
+fn an_interrupted_first_use_is_gone_on_with() {
+    let place = place();
+    // The transformer's weights never come.
+    place.server.fail([Fault::Hang(Duration::from_secs(60))], usize::MAX, |request| {
+        request.endpoint == Endpoint::Blob && request.file.starts_with("transformer-")
+    });
+    let mut command = place.program(&format!("{DRAW} -o out.png"));
+    let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let begun = Instant::now();
+    while !place.server.served().iter().any(|served| served.file.ends_with(".data")) {
+        assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", place.bodies(0));
+        sleep(Duration::from_millis(5));
+    }
+    // SAFETY: it sends a signal to a process that was started here and has not been waited for.
+    assert_eq!(unsafe { libc::kill(child.id().cast_signed(), libc::SIGTERM) }, 0);
+    let output = child.wait_with_output().unwrap();
+    let told = text(&output.stderr);
+    assert!(output.status.code() == Some(143) && told.contains("run it again to go on"), "{told}");
+    place.server.heal();
+    let output = finish(place.program(&format!("{DRAW} -o out.png")));
+    assert!(output.status.success(), "{}", text(&output.stderr));
 }
