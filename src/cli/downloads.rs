@@ -30,12 +30,10 @@ impl Downloads {
         let Event::Download { file, done, bytes, all_done, all_bytes } = event else { return };
         // What was there before this process has begun counts for no speed.
         let begun = |place, name: &str, done, bytes_in_all| {
-            let bar = bars.insert(place, ProgressBar::new(bytes_in_all));
-            bar.set_style(self::bytes());
-            bar.set_message(printable::one_line(name));
-            bar.set_position(done);
+            let bar = ProgressBar::new(bytes_in_all).with_style(self::bytes());
+            let bar = bar.with_message(printable::one_line(name)).with_position(done);
             bar.reset_eta();
-            bar
+            bars.insert(place, bar)
         };
         let all = self.all.get_or_insert_with(|| begun(0, "in all", *all_done, *all_bytes));
         all.set_length(*all_bytes);
