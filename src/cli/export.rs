@@ -7,6 +7,7 @@ use std::{
         Arc, LazyLock, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU8, Ordering},
     },
+    thread,
     time::Instant,
 };
 
@@ -111,8 +112,13 @@ const DEFAULT_PROFILE: &str = "q8";
 const INTERRUPTED: &str =
     "interrupted; no bundle was made (what was downloaded stays, and the same command goes on from there)";
 
-/// Set when a folder is being filled.
-static WRITES: AtomicBool = AtomicBool::new(false);
+/// Who may end the process: the thread that hears of the interrupt, as long as there is nothing to clean up.
+static PHASE: AtomicU8 = AtomicU8::new(PREPARES);
+const PREPARES: u8 = 0;
+/// A folder is being filled: the thread that fills it ends the process.
+const WRITES: u8 = 1;
+/// The process is being ended.
+const LEAVES: u8 = 2;
 /// The signal that interrupted.
 static SIGNAL: AtomicU8 = AtomicU8::new(0);
 /// Set by an interrupt.
@@ -292,7 +298,8 @@ impl Shown {
             // The folder comes next.
             ExportEvent::Total { bytes } => {
                 self.total = bytes;
-                WRITES.store(true, Ordering::SeqCst);
+                // Fails only if the process is being ended.
+                let _ = PHASE.compare_exchange(PREPARES, WRITES, Ordering::SeqCst, Ordering::SeqCst);
             }
             ExportEvent::Stage { name } => self.what = name,
             ExportEvent::Bytes(n) => {
@@ -312,6 +319,9 @@ impl Shown {
 /// Removes what was written and ends the process. This is the thread that writes, so nothing is written meanwhile, and
 /// a bundle that is being given its name is never taken apart.
 fn stop(staging: Option<&Path>) -> ! {
+    while PHASE.load(Ordering::SeqCst) == LEAVES {
+        thread::park();
+    }
     if let Some(folder) = staging {
         let _ = fs::remove_dir_all(folder);
     }
@@ -324,7 +334,7 @@ fn stop_on_interrupt() -> anyhow::Result<()> {
     on_interrupt(|signal| {
         SIGNAL.store(signal, Ordering::Relaxed);
         STOPPED.store(true, Ordering::SeqCst);
-        if !WRITES.load(Ordering::SeqCst) {
+        if PHASE.compare_exchange(PREPARES, LEAVES, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
             leave_with(signal, || complain(INTERRUPTED));
         }
     })?;
