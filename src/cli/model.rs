@@ -16,12 +16,9 @@ use super::{
     progress::Progress,
 };
 use crate::{
-    hub::{Hub, HubError, ModelName, Need, RepoId, Settings},
+    hub::{Hub, HubError, Kind, ModelName, Need, RepoId, Settings},
     pipeline::event::{Event, Listener},
 };
-
-/// What tells a model's folder from others.
-const MARKS: [&str; 3] = ["bundle.json", "flux2-config.json", "model_index.json"];
 
 #[derive(Args)]
 pub struct ModelArguments {
@@ -85,7 +82,7 @@ fn local(dir: &Path, repo: &RepoId) -> Result<PathBuf, UsageError> {
     }
     let name = repo.id.rsplit('/').next().unwrap_or_default();
     let places = [dir.join(&repo.id), dir.join(name), dir.to_owned()];
-    let is_model = |place: &&PathBuf| MARKS.iter().any(|mark| place.join(mark).exists());
+    let is_model = |place: &&PathBuf| Kind::of_folder(place) != Kind::Other;
     places.iter().find(is_model).cloned().ok_or_else(|| {
         let [of_owner, of_name, itself] = places.map(|place| place.display().to_string());
         UsageError(format!(

@@ -8,6 +8,7 @@ use std::{
 
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
+use viaduct_export::files::hex;
 
 use super::error::HubError;
 
@@ -76,7 +77,6 @@ impl Hasher {
     }
 
     fn finish(self) -> ContentId {
-        let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect();
         match self {
             Hasher::Sha256(hasher) => ContentId::Sha256(hex(&hasher.finalize())),
             Hasher::Git(hasher) => ContentId::Git(hex(&hasher.finalize())),

@@ -37,7 +37,8 @@ impl Kind {
         }
     }
 
-    pub(super) fn of_folder(folder: &Path) -> Kind {
+    /// What a folder holds, by the file that describes it.
+    pub fn of_folder(folder: &Path) -> Kind {
         Kind::by(|name| folder.join(name).exists())
     }
 
